@@ -1,0 +1,6 @@
+"""Tripoint finds, measures and aligns the BF16 rounding points where an RL trainer and its inference engine disagree."""
+
+from tripoint.errors import MeasurementError, UsageError
+from tripoint.schedule import RoundingSchedule
+
+__all__ = ["MeasurementError", "RoundingSchedule", "UsageError"]

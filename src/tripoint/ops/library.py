@@ -1,0 +1,223 @@
+"""The ops as PyTorch sees them: `torch.library` custom ops with fake and autograd registrations.
+
+A custom op is opaque to `torch.compile`. That is the point: Inductor drops roundings inside a region it compiles, explicit
+`.to(torch.bfloat16)` included, and here no rounding may be dropped or added. Backward passes are custom ops for the same
+reason. Argument meanings and shapes are those of `reference`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tripoint.ops import reference
+
+
+@torch.library.custom_op("tripoint::rope", mutates_args=())
+def rope(x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype) -> Tensor:
+    return reference.rope(x, cos, sin, table, compute, cast, dtype)
+
+
+@rope.register_fake
+def _(x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+@torch.library.custom_op("tripoint::rope_backward", mutates_args=())
+def rope_backward(
+    grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype
+) -> Tensor:
+    return reference.rope_backward(grad, x, cos, sin, table, compute, cast, dtype)
+
+
+@rope_backward.register_fake
+def _(grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(grad, dtype=x.dtype)
+
+
+def _rope_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, cos, sin, *ctx.settings = inputs
+    ctx.save_for_backward(x, cos, sin)
+
+
+def _rope_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return rope_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None, None, None
+
+
+rope.register_autograd(_rope_backward, setup_context=_rope_setup)
+
+
+@torch.library.custom_op("tripoint::gated_act", mutates_args=())
+def gated_act(gate: Tensor, up: Tensor, act: str, silu_round: bool, sig: str, cast: str) -> Tensor:
+    return reference.gated_act(gate, up, act, silu_round, sig, cast)
+
+
+@gated_act.register_fake
+def _(gate: Tensor, up: Tensor, act: str, silu_round: bool, sig: str, cast: str) -> Tensor:
+    return torch.empty_like(gate)
+
+
+@torch.library.custom_op("tripoint::gated_act_backward", mutates_args=())
+def gated_act_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, act: str, silu_round: bool, sig: str, cast: str
+) -> tuple[Tensor, Tensor]:
+    return reference.gated_act_backward(grad, gate, up, act, silu_round, sig, cast)
+
+
+@gated_act_backward.register_fake
+def _(grad: Tensor, gate: Tensor, up: Tensor, act: str, silu_round: bool, sig: str, cast: str) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(gate), torch.empty_like(up)
+
+
+def _gated_act_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    gate, up, *ctx.settings = inputs
+    ctx.save_for_backward(gate, up)
+
+
+def _gated_act_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return *gated_act_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None
+
+
+gated_act.register_autograd(_gated_act_backward, setup_context=_gated_act_setup)
+
+
+@torch.library.custom_op("tripoint::add_rms_norm", mutates_args=())
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    sum_round: str,
+    norm_round: bool,
+    out_round: bool,
+    carry_round: bool,
+    cast: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return reference.add_rms_norm(x, residual, weight, eps, sum_round, norm_round, out_round, carry_round, cast, dtype)
+
+
+@add_rms_norm.register_fake
+def _(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    sum_round: str,
+    norm_round: bool,
+    out_round: bool,
+    carry_round: bool,
+    cast: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        torch.empty_like(x, dtype=dtype if out_round else torch.float32),
+        torch.empty_like(x, dtype=dtype if carry_round else torch.float32),
+        x.new_empty((*x.shape[:-1], 1), dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("tripoint::add_rms_norm_backward", mutates_args=())
+def add_rms_norm_backward(
+    grad_out: Tensor,
+    grad_carry: Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    rstd: Tensor,
+    sum_round: str,
+    norm_round: bool,
+    out_round: bool,
+    cast: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return reference.add_rms_norm_backward(
+        grad_out, grad_carry, x, residual, weight, rstd, sum_round, norm_round, out_round, cast, dtype
+    )
+
+
+@add_rms_norm_backward.register_fake
+def _(
+    grad_out: Tensor,
+    grad_carry: Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    rstd: Tensor,
+    sum_round: str,
+    norm_round: bool,
+    out_round: bool,
+    cast: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    grad_residual = x.new_empty(0) if residual is None else torch.empty_like(residual)
+    return torch.empty_like(x), grad_residual, torch.empty_like(weight)
+
+
+def _add_rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, residual, weight, _, sum_round, norm_round, out_round, _, cast, dtype = inputs
+    ctx.settings = (sum_round, norm_round, out_round, cast, dtype)
+    ctx.has_residual = residual is not None
+    ctx.mark_non_differentiable(output[2])
+    # A carry that nobody uses (the last norm, QK-norms) has no gradient, rather than one of zeros.
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(x, residual, weight, output[2])
+
+
+def _add_rms_norm_backward(ctx: Any, grad_out: Tensor | None, grad_carry: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+    x, residual, weight, rstd = ctx.saved_tensors
+    _, _, out_round, _, dtype = ctx.settings
+    if grad_out is None:
+        grad_out = torch.zeros_like(x, dtype=dtype if out_round else torch.float32)
+    grad_x, grad_residual, grad_weight = add_rms_norm_backward(grad_out, grad_carry, x, residual, weight, rstd, *ctx.settings)
+    return grad_x, grad_residual if ctx.has_residual else None, grad_weight, *(None,) * 7
+
+
+add_rms_norm.register_autograd(_add_rms_norm_backward, setup_context=_add_rms_norm_setup)
+
+
+@torch.library.custom_op("tripoint::residual_add", mutates_args=())
+def residual_add(x: Tensor, residual: Tensor, rounded: bool, cast: str, dtype: torch.dtype) -> Tensor:
+    return reference.residual_add(x, residual, rounded, cast, dtype)
+
+
+@residual_add.register_fake
+def _(x: Tensor, residual: Tensor, rounded: bool, cast: str, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype if rounded else torch.float32)
+
+
+@torch.library.custom_op("tripoint::round_to", mutates_args=())
+def round_to(x: Tensor, cast: str, dtype: torch.dtype) -> Tensor:
+    """`x` in `dtype`: a copy where it already is."""
+    return reference.cast_to(x, dtype, cast).clone()
+
+
+@round_to.register_fake
+def _(x: Tensor, cast: str, dtype: torch.dtype) -> Tensor:
+    return torch.empty_like(x, dtype=dtype)
+
+
+def _residual_add_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    x, residual, *_ = inputs
+    ctx.dtypes = (x.dtype, residual.dtype)
+
+
+def _residual_add_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    grad_x, grad_residual = (grad if grad.dtype == dtype else round_to(grad, "rne", dtype) for dtype in ctx.dtypes)
+    return grad_x, grad_residual, None, None, None
+
+
+residual_add.register_autograd(_residual_add_backward, setup_context=_residual_add_setup)
+
+
+def _round_to_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.dtype = inputs[0].dtype
+
+
+def _round_to_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    return grad if grad.dtype == ctx.dtype else round_to(grad, "rne", ctx.dtype), None, None
+
+
+round_to.register_autograd(_round_to_backward, setup_context=_round_to_setup)

@@ -1,0 +1,127 @@
+"""What a stack is: anything that maps token ids to log-probabilities with a checkpoint, behind one interface.
+
+Rules every stack keeps, so that two of them can be compared token by token:
+
+* Log-probabilities are natural logarithms (nats) of the raw model distribution: temperature 1, no top-p, top-k, penalty or
+  logit bias, whatever temperature the tokens were sampled at. Sampling parameters are ours, never `generation_config`'s.
+* A sequence stops at any of the checkpoint's end-of-sequence tokens (`end_tokens`), and the completion includes that token.
+* Randomness belongs to the sequence, not to the batch: sequence i of a call draws from the seed `seed + i`.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+Progress = Callable[[int], None]
+"""Told how many more sequences are finished, each time some are."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One prompt with one sampled completion.
+
+    `logprobs` holds the sampling stack's own log-probability (nats) of each completion token at the moment it was sampled,
+    or is None where the tokens were not sampled but are only to be scored.
+    """
+
+    prompt_ids: tuple[int, ...]
+    completion_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.prompt_ids or not self.completion_ids:
+            raise ValueError("a rollout needs at least one prompt token and one completion token")
+        if self.logprobs is not None and len(self.logprobs) != len(self.completion_ids):
+            raise ValueError(f"{len(self.completion_ids)} completion tokens, but {len(self.logprobs)} logprobs")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """How an engine is started. Trainer stacks have no such settings and ignore it.
+
+    `max_model_len`: longest prompt + completion in tokens; None for the model's own limit, at most 4096.
+    `max_num_seqs`: how many sequences run at a time. `tensor_parallel_size`: over how many devices the weights are split.
+    `gpu_memory_utilization`: the engine's share of the GPU's memory (the rest is the trainer's); without effect on a CPU.
+    """
+
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    tensor_parallel_size: int = 1
+    gpu_memory_utilization: float = 0.45
+
+
+class Stack(ABC):
+    """A checkpoint held by one way of running it. Use as a context manager, or call `close`."""
+
+    name: str
+    """As a user types it: `hf`, `vllm:eager`, ..."""
+    vocab_size: int
+    """Token ids are below this."""
+
+    @abstractmethod
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        seed: int,
+        temperature: float = 1.0,
+        progress: Progress | None = None,
+    ) -> list[Rollout]:
+        """One completion of at most `max_tokens` tokens for each prompt (token ids), in the prompts' order.
+
+        `temperature` shapes what is sampled (0: the most likely token), not the log-probabilities, which are always those of
+        the raw distribution. For several completions of a prompt, repeat the prompt.
+        """
+
+    @abstractmethod
+    def score(self, rollouts: Sequence[Rollout], *, progress: Progress | None = None) -> list[list[float]]:
+        """The log-probability (nats) of every completion token given all tokens before it, in the rollouts' order."""
+
+    @abstractmethod
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Replace all weights of the running stack. Names and shapes are the checkpoint's; each tensor is cast (to nearest
+        even) to the type the stack holds it in. A tied `lm_head.weight` may be left out.
+
+        Raises MeasurementError if a weight is missing, unknown or of another shape. The stack then holds no usable weights and
+        refuses to sample and score until a later call succeeds.
+        """
+
+    @abstractmethod
+    def conditions(self) -> dict[str, Any]:
+        """What its rounding may depend on: `layers`, `tp`, `batch`, `compile`, `device`, `dtype`, and so on. JSON values."""
+
+    @abstractmethod
+    def versions(self) -> dict[str, str]:
+        """Versions of the packages that computed, by package name."""
+
+    def close(self) -> None:  # noqa: B027 (most stacks hold nothing that outlives them)
+        """Give up the model and its memory or process. Harmless when called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+
+def end_tokens(model: Path) -> tuple[int, ...]:
+    """The token ids that end a sequence: `eos_token_id` of the checkpoint's config.json, and its tokenizer's, if it has one."""
+    config = json.loads((model / "config.json").read_text())
+    found = config.get("eos_token_id")
+    ids = set(found if isinstance(found, list) else [] if found is None else [found])
+    tokenizer_config = model / "tokenizer_config.json"
+    tokenizer = model / "tokenizer.json"
+    if tokenizer_config.exists() and tokenizer.exists():
+        eos = json.loads(tokenizer_config.read_text()).get("eos_token")
+        eos = eos["content"] if isinstance(eos, dict) else eos
+        ids |= {token["id"] for token in json.loads(tokenizer.read_text())["added_tokens"] if token["content"] == eos}
+    return tuple(sorted(ids))
