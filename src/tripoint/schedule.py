@@ -17,7 +17,7 @@ import difflib
 import re
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, Self, get_args
 
@@ -245,8 +245,8 @@ class RoundingSchedule:
                     raise UsageError(f"schedule {text!r}: {key} is given twice; give it once")
                 settings[key] = value
             else:
-                if word not in _CODES:
-                    raise UsageError(f"schedule {text!r}: unknown code {word!r}{suggest(word.upper(), list(_CODES))}")
+                if word not in CODES:
+                    raise UsageError(f"schedule {text!r}: unknown code {word!r}{suggest(word.upper(), list(CODES))}")
                 if word[0] in codes:
                     raise UsageError(f"schedule {text!r}: {codes[word[0]]} and {word} are both given; give one of them")
                 codes[word[0]] = word
@@ -391,8 +391,8 @@ class Difference:
     """One field in which two schedules differ."""
 
     field: str
-    left: object = field(compare=True)
-    right: object = field(compare=True)
+    left: object
+    right: object
 
     @property
     def op(self) -> Op:
@@ -411,7 +411,7 @@ def diff(left: RoundingSchedule, right: RoundingSchedule) -> list[Difference]:
     return [Difference(name, left.flat[name], right.flat[name]) for name in shared if left.flat[name] != right.flat[name]]
 
 
-_CODES: tuple[str, ...] = (*_ROPE_CODES, *_SWIGLU_CODES, *_NORM_CODES, "N6")
+CODES: tuple[str, ...] = (*_ROPE_CODES, *_SWIGLU_CODES, *_NORM_CODES, "N6")
 _SETTINGS: tuple[str, ...] = ("carry", "qk", "angle", "cast", *(f"N.{site}" for site in NORM_SITES))
 _CAST_PLACES: tuple[str, ...] = ("rope", "swiglu", "norm", *(f"norm.{site}" for site in NORM_SITES), "norm.qk")
 

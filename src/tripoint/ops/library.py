@@ -92,7 +92,7 @@ def add_rms_norm(
     sum_round: str,
     norm_round: bool,
     out_round: bool,
-    carry_round: bool,
+    carry_round: bool | None,
     cast: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -108,15 +108,16 @@ def _(
     sum_round: str,
     norm_round: bool,
     out_round: bool,
-    carry_round: bool,
+    carry_round: bool | None,
     cast: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return (
-        torch.empty_like(x, dtype=dtype if out_round else torch.float32),
-        torch.empty_like(x, dtype=dtype if carry_round else torch.float32),
-        x.new_empty((*x.shape[:-1], 1), dtype=torch.float32),
-    )
+    if carry_round is None:
+        carry = x.new_empty(0)
+    else:
+        carry = torch.empty_like(x, dtype=dtype if carry_round else torch.float32)
+    out = torch.empty_like(x, dtype=dtype if out_round else torch.float32)
+    return out, carry, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
 
 
 @torch.library.custom_op("tripoint::add_rms_norm_backward", mutates_args=())

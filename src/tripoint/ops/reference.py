@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tripoint.ops.rounding import cast_to, round_to
+from tripoint.ops.rounding import cast_to, fma, round_to
 
 # -- RoPE -------------------------------------------------------------------------------------------------------------
 
@@ -32,8 +32,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: st
     if compute == "bf16":
         out = round_to(x32 * cos, dtype, cast) + round_to(rotated * sin, dtype, cast)
     elif compute == "bf16_fma":
-        # FP64 holds the exact product and, but for operands 2^37 apart, the exact sum: one rounding, as in an FMA.
-        out = x32.double() * cos.double() + round_to(rotated * sin, dtype, cast).double()
+        out = fma(x32, cos, round_to(rotated * sin, dtype, cast))
     else:
         out = x32 * cos + rotated * sin
     return torch.empty_like(x, dtype=dtype).copy_(cast_to(out, dtype, cast))
@@ -143,15 +142,15 @@ def add_rms_norm(
     sum_round: str,
     norm_round: bool,
     out_round: bool,
-    carry_round: bool,
+    carry_round: bool | None,
     cast: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """RMSNorm of `x + residual`, or of `x` alone, [..., hidden]. Source: Zhang and Sennrich 2019 (arXiv 1910.07467).
 
     `x` and `residual` are in `dtype`, or FP32 where an unrounded sum is carried; `weight` [hidden] is in `dtype`.
-    Returns the normalised output (FP32 if not `out_round`), the residual for the next add (FP32 if not `carry_round`)
-    and the reciprocal root mean square [..., 1] in FP32.
+    Returns the normalised output (FP32 if not `out_round`), the residual for the next add (FP32 if not `carry_round`,
+    empty if that is None: nobody asks) and the reciprocal root mean square [..., 1] in FP32.
     """
     total, seen_by_var, seen_by_norm = _norm_inputs(x, residual, sum_round, cast, dtype)
     rstd = torch.rsqrt(seen_by_var.pow(2).mean(-1, keepdim=True) + eps)
@@ -159,11 +158,11 @@ def add_rms_norm(
     if norm_round:
         normalised = round_to(normalised, dtype, cast)
     out = normalised * weight.float()
-    return (
-        cast_to(out, dtype, cast) if out_round else out,
-        cast_to(total, dtype, cast) if carry_round else total.clone(),
-        rstd,
-    )
+    if carry_round is None:
+        carry = x.new_empty(0)
+    else:
+        carry = cast_to(total, dtype, cast) if carry_round else total.clone()
+    return cast_to(out, dtype, cast) if out_round else out, carry, rstd
 
 
 def add_rms_norm_backward(

@@ -28,6 +28,21 @@ def round_to(x: Tensor, dtype: torch.dtype, cast: str) -> Tensor:
     return cast_to(x, dtype, cast).float()
 
 
+def fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+    """`x * y + z` in FP64, rounded to odd: rounded once more, it is what a fused multiply-add gives.
+
+    The product has to be exact in FP64: at most 53 bits of significand in `x` and `y` together.
+    """
+    product, z = x.double() * y.double(), z.double()
+    total = product + z
+    # What the addition lost, exactly (Knuth, TwoSum).
+    back = total - product
+    lost = (product - (total - back)) + (z - back)
+    inexact = lost.abs() > 0
+    toward_zero = total.view(torch.int64) - (inexact & ((lost < 0) != (total < 0))).to(torch.int64)
+    return (toward_zero | inexact.to(torch.int64)).view(torch.float64)
+
+
 def _to_odd_fp32(x: Tensor) -> Tensor:
     """FP64 to FP32 rounded to odd: a later rounding to 8 or 11 bits is then as if done once, from FP64.
 

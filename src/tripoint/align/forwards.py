@@ -1,0 +1,278 @@
+"""What an aligned module runs instead of its class's `forward`.
+
+One callable class per kind of module. An instance of it sits in the module's `__dict__` under `forward`, so the class, its
+parameters, its hooks and every other instance stay as they were. They are plain objects rather than closures so that
+`copy.deepcopy` and pickle carry them along with the model.
+
+Between decoder layers the residual sum travels unrounded (FP32) wherever the next norm must see it so; that norm's site
+rounds what the next add sees. In FP32 models without autocast there is nothing to round, and every module runs what it ran
+before.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from tripoint import ops
+from tripoint.ops.reference import rope_angles
+from tripoint.schedule import NormRounding, QkNormRounding, RoundingSchedule
+
+# transformers moved gradient checkpointing from the layer's `__call__` into a wrapper of its class's `forward`, which an
+# instance's own `forward` replaces: there it is ours to do.
+_CHECKPOINTS_IN_CALL = "__call__" in vars(GradientCheckpointingLayer)
+
+
+def compute_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype a module rounds to: its weights', or under autocast with FP32 weights the autocast dtype."""
+    device = weight.device.type
+    if weight.dtype == torch.float32 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return weight.dtype
+
+
+class AlignedForward:
+    """Base: holds the module with its name in the model, what it ran before, and the schedule it runs under now.
+
+    `replaced` is the instance's own `forward` from before alignment, None if it ran its class's.
+    """
+
+    def __init__(self, module: nn.Module, name: str, replaced: Callable[..., Any] | None, schedule: RoundingSchedule) -> None:
+        self.module = module
+        self.name = name
+        self.replaced = replaced
+        self.schedule = schedule
+
+    def unaligned(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module ran before."""
+        if self.replaced is not None:
+            return self.replaced(*args, **kwargs)
+        return type(self.module).forward(self.module, *args, **kwargs)
+
+
+class AlignedNorm(AlignedForward):
+    """RMSNorm, alone or after a residual add. `site` is input, post_attention, final or qk."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        replaced: Callable[..., Any] | None,
+        schedule: RoundingSchedule,
+        site: str,
+    ) -> None:
+        super().__init__(module, name, replaced, schedule)
+        self.rounding: NormRounding | QkNormRounding = getattr(schedule.norm, site)
+
+    def __call__(
+        self,
+        hidden_states: Tensor,
+        residual: Tensor | None = None,
+        carry: list[Tensor] | None = None,
+        carry_round: bool | None = None,
+    ) -> Tensor:
+        """The normalised `hidden_states + residual`. The sum for the next add is appended to `carry`, so that the module
+        still returns one tensor to whoever hooks it."""
+        weight: Tensor = self.module.weight  # type: ignore[assignment]
+        dtype = compute_dtype(weight)
+        if dtype == torch.float32:
+            return self.unaligned(hidden_states)
+        if weight.dtype != dtype:
+            weight = ops.round_to(weight, "rne", dtype)
+        rounding = self.rounding
+        # A QK-norm has no sum in front of it to round; the other norms' outputs are rounded for the GEMMs they go into.
+        sum_round = "before_var" if isinstance(rounding, QkNormRounding) else rounding.sum_round
+        out_round = rounding.out_round if isinstance(rounding, QkNormRounding) else True
+        eps: float = self.module.variance_epsilon  # type: ignore[assignment]
+        out, total, _ = ops.add_rms_norm(
+            hidden_states,
+            residual,
+            weight,
+            eps,
+            sum_round,
+            rounding.norm_round,
+            out_round,
+            carry_round,
+            rounding.cast,
+            dtype,
+        )
+        if carry is not None:
+            carry.append(total)
+        return out
+
+
+class AlignedGatedMLP(AlignedForward):
+    """down_proj(act(gate) * up)."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        replaced: Callable[..., Any] | None,
+        schedule: RoundingSchedule,
+        act: str,
+    ) -> None:
+        super().__init__(module, name, replaced, schedule)
+        self.act = act
+
+    def __call__(self, x: Tensor) -> Tensor:
+        mlp = self.module
+        gate, up = mlp.gate_proj(x), mlp.up_proj(x)  # type: ignore[operator]
+        if gate.dtype == torch.float32:
+            return mlp.down_proj(mlp.act_fn(gate) * up)  # type: ignore[operator]
+        rounding = self.schedule.swiglu
+        return mlp.down_proj(  # type: ignore[operator]
+            ops.gated_act(gate, up, self.act, rounding.silu_round, rounding.sig, rounding.cast)
+        )
+
+
+class AlignedRotaryEmbedding(AlignedForward):
+    """The cos and sin tables in FP32; whether they are rounded is decided where they are applied."""
+
+    def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        angle = self.schedule.rope.angle
+        if angle == "pos*inv" or compute_dtype(x) == torch.float32:
+            # transformers' own table, which it casts to the dtype of its first argument.
+            return self.unaligned(x.new_empty(0, dtype=torch.float32), position_ids)
+        config: Any = self.module.config
+        head_dim = 2 * len(self.module.inv_freq)  # type: ignore[arg-type]
+        angles = rope_angles(position_ids, config.rope_parameters["rope_theta"], head_dim, angle)
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos(), angles.sin()
+
+
+class AlignedAttention(AlignedForward):
+    """The attention layer's own code with our rotation in place of its global `apply_rotary_pos_emb`.
+
+    Taking transformers' code as it stands keeps everything else about attention, in every version: masks, caches, sliding
+    windows, attention implementations.
+    """
+
+    def __init__(self, module: nn.Module, name: str, replaced: Callable[..., Any] | None, schedule: RoundingSchedule) -> None:
+        super().__init__(module, name, replaced, schedule)
+        self._build()
+
+    def _build(self) -> None:
+        original = inspect.unwrap(own_class(self.module).forward)
+        # Without `__name__` Dynamo cannot mistake these globals for the module's own, where the unaligned rotation is.
+        names = {key: value for key, value in original.__globals__.items() if key != "__name__"}
+        names["apply_rotary_pos_emb"] = functools.partial(self._rotate, original.__globals__["apply_rotary_pos_emb"])
+        self._forward = types.FunctionType(
+            original.__code__, names, original.__name__, original.__defaults__, original.__closure__
+        )
+        self._forward.__kwdefaults__ = original.__kwdefaults__
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in vars(self).items() if key != "_forward"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._build()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._forward(self.module, *args, **kwargs)
+
+    def _rotate(
+        self,
+        unaligned: Callable[..., tuple[Tensor, Tensor]],
+        query: Tensor,
+        key: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        unsqueeze_dim: int = 1,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = query.dtype
+        if dtype == torch.float32 and hasattr(self.module, "q_norm"):
+            dtype = compute_dtype(self.module.q_norm.weight)  # type: ignore[arg-type, union-attr]
+        if dtype == torch.float32:
+            return unaligned(query, key, cos, sin, unsqueeze_dim)
+        _require_fp32(cos, self.name, "the RoPE table")
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        rounding = self.schedule.rope
+        return (
+            ops.rope(query, cos, sin, rounding.table, rounding.compute, rounding.cast, dtype),
+            ops.rope(key, cos, sin, rounding.table, rounding.compute, rounding.cast, dtype),
+        )
+
+
+class AlignedDecoderLayer(AlignedForward):
+    """Two residual adds, each fused with the norm that follows it; the second norm belongs to the next layer.
+
+    `index` is the layer's place in the depth, `last` whether the final norm follows it.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        name: str,
+        replaced: Callable[..., Any] | None,
+        schedule: RoundingSchedule,
+        index: int,
+        last: bool,
+    ) -> None:
+        super().__init__(module, name, replaced, schedule)
+        self.index = index
+        self.own = schedule.norm.input
+        self.following = schedule.norm.final if last else schedule.norm.input
+        self.rounds_incoming = schedule.carry_rounds(2 * index - 1)
+        self.rounds_attention = schedule.carry_rounds(2 * index)
+
+    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        layer: Any = self.module
+        if compute_dtype(layer.input_layernorm.weight) == torch.float32:
+            return self.unaligned(hidden_states, *args, **kwargs)
+        if not _CHECKPOINTS_IN_CALL and layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
+            # As transformers does: a cache would be written a second time when the layer is replayed.
+            kwargs |= {name: None for name in ("cache", "past_key_values") if name in kwargs} | {"use_cache": False}
+            run = functools.partial(self._run, **kwargs)
+            return layer._gradient_checkpointing_func(run, hidden_states, *args)
+        return self._run(hidden_states, *args, **kwargs)
+
+    def _run(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+        layer: Any = self.module
+        dtype = compute_dtype(layer.input_layernorm.weight)
+        if self.index == 0:
+            if hidden_states.dtype != dtype:
+                # FP32 embeddings under autocast: what the BF16 model would have looked up.
+                hidden_states = ops.round_to(hidden_states, "rne", dtype)
+        elif self.own.sum_round != "before_var":
+            _require_fp32(hidden_states, self.name, "the residual sum")
+
+        if hidden_states.dtype == torch.float32 and self.rounds_incoming:
+            carry: list[Tensor] = []
+            normed = layer.input_layernorm(hidden_states, carry=carry, carry_round=True)
+            residual = carry.pop()
+        else:
+            normed, residual = layer.input_layernorm(hidden_states), hidden_states
+        attended, _ = layer.self_attn(hidden_states=normed, attention_mask=attention_mask, **kwargs)
+
+        carry = []
+        normed = layer.post_attention_layernorm(attended, residual, carry, self.rounds_attention)
+        residual = carry.pop()
+        rounded = self.following.sum_round == "before_var"
+        return ops.residual_add(layer.mlp(normed), residual, rounded, self.following.cast, dtype)
+
+
+def forward_slot(module: nn.Module) -> str:
+    """The attribute that holds what a module computes: accelerate's hooks keep it behind a `forward` of their own."""
+    return "_old_forward" if "_hf_hook" in vars(module) and "_old_forward" in vars(module) else "forward"
+
+
+def own_class(module: nn.Module) -> type[nn.Module]:
+    """The module's class as transformers wrote it: FSDP2 puts a subclass of its own in front."""
+    return next(cls for cls in type(module).__mro__ if "FSDP" not in cls.__name__)
+
+
+def _require_fp32(tensor: Tensor, name: str, what: str) -> None:
+    if tensor.dtype != torch.float32:
+        raise RuntimeError(
+            f"{name}: {what} arrived in {tensor.dtype}, but the schedule needs it in FP32; something cast it on the way "
+            "(FSDP2: MixedPrecisionPolicy(cast_forward_inputs=False); DeepSpeed, accelerate: no casting of layer inputs)"
+        )

