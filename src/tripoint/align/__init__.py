@@ -1,5 +1,34 @@
-"""Puts a rounding schedule into a live transformers model, instance by instance, and takes it out again."""
+"""Puts a rounding schedule into a live transformers model, instance by instance, and takes it out again.
 
-from tripoint.align.model import AlignedSite, Alignment, align
+`layouts` finds the modules, `forwards` holds what they run once aligned, `model` installs and records it.
+"""
 
-__all__ = ["AlignedSite", "Alignment", "align"]
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tripoint.schedule import RoundingSchedule
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from tripoint.align.model import Alignment
+
+
+def align(model: nn.Module, to: str | Path | RoundingSchedule) -> Alignment:
+    """Make every RoPE, gated MLP, norm and residual add of `model` round where `to` says, and nowhere else.
+
+    `model`: a transformers model of a known layout (llama, qwen2, qwen3, mistral; silu or gelu gates), bare or wrapped
+    (PEFT, value heads, accelerate, FSDP, torch.compile), in BF16, FP16, or FP32 under autocast. An FP32 model run without
+    autocast computes as before. `to`: a code line (`"R3 S3 N3 carry=layer"`), a profile (`"vllm"`), a fingerprint's
+    `.toml`, or a schedule. Where it says nothing about QK-norms, theirs round like transformers' (`qk=both`).
+
+    Only instances change: each aligned module gets a `forward` of its own. Parameters, `state_dict`, hooks and device
+    placement stay. Aligning again moves the model to the new target. Raises UsageError, and changes nothing, for an unknown
+    target and for a module whose layout is not known.
+    """
+    # torch and transformers take seconds to import, and the command line wants `tripoint` without them.
+    from tripoint.align.model import align_model
+
+    return align_model(model, to)

@@ -1,4 +1,4 @@
-"""`align`: the three operations of a live model under another schedule, with a record of what changed."""
+"""`align_model`: the three operations of a live model under another schedule, with a record of what changed."""
 
 from __future__ import annotations
 
@@ -79,18 +79,8 @@ class Alignment:
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
 
 
-def align(model: nn.Module, to: str | Path | RoundingSchedule) -> Alignment:
-    """Make every RoPE, gated MLP, norm and residual add of `model` round where `to` says, and nowhere else.
-
-    `model`: a transformers model of a known layout (llama, qwen2, qwen3, mistral; silu or gelu gates), bare or wrapped
-    (PEFT, value heads, accelerate, FSDP, torch.compile), in BF16, FP16, or FP32 under autocast. An FP32 model run without
-    autocast computes as before. `to`: a code line (`"R3 S3 N3 carry=layer"`), a profile (`"vllm"`), a fingerprint's
-    `.toml`, or a schedule. Where it says nothing about QK-norms, theirs round like transformers' (`qk=both`).
-
-    Only instances change: each aligned module gets a `forward` of its own. Parameters, `state_dict`, hooks and device
-    placement stay. Aligning again moves the model to the new target. Raises UsageError, and changes nothing, for an unknown
-    target and for a module whose layout is not known.
-    """
+def align_model(model: nn.Module, to: str | Path | RoundingSchedule) -> Alignment:
+    """See `tripoint.align.align`."""
     target = resolve_target(to)
     decoders = find_decoders(model)
     before = _schedule_before(decoders[0], model)

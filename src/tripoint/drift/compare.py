@@ -10,13 +10,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tripoint.align import Alignment, align
 from tripoint.drift.mismatch import Change, Measured, change, measure
 from tripoint.drift.prompts import prompt_ids
 from tripoint.drift.verdict import verdict
 from tripoint.errors import UsageError
-from tripoint.profiles import Target, resolve_target
 from tripoint.stacks import Progress, Rollout, Stack, StackName, open_stack, parse_stack
+from tripoint.stacks.hf import HFStack
+from tripoint.stacks.rollouts import read_rollouts
 
 MAX_COMPLETION = 128
 ALIGNABLE = ("hf", "emulated")
@@ -42,9 +45,8 @@ class Side:
 
 @dataclass(frozen=True)
 class Aligned:
-    """The trainer after alignment: to what, which modules changed, the mismatch then, and its paired change."""
+    """The trainer after alignment: the record of what changed, the mismatch then, and its paired change."""
 
-    target: Target
     alignment: Alignment
     measured: Measured
     change: dict[str, Change]
@@ -84,8 +86,8 @@ class Drift:
         }
         if self.aligned is not None:
             out["aligned"] = {
-                "target": self.aligned.target.name,
-                "detail": self.aligned.target.detail,
+                "target": self.aligned.alignment.target.name,
+                "detail": self.aligned.alignment.target.detail,
                 "schedule_before": str(self.aligned.alignment.before),
                 "schedule": str(self.aligned.alignment.schedule),
                 "ops": self.aligned.ops(),
@@ -115,35 +117,76 @@ def compare(
     engine_name, trainer_name = parse_stack(engine), parse_stack(trainer)
     if trainer_name.kind not in ALIGNABLE:
         raise UsageError(f"trainer `{trainer}` cannot be aligned: it must be hf, hf:compile, hf:autocast or emulated:TARGET")
-    target = _target(engine_name, to)
+    if to is None:
+        to = _documented_target(engine_name)
+    if to is not None:
+        _check_alignable(model, to)  # before minutes of sampling
     seconds: dict[str, float] = {}
     with _timed(seconds, "engine"):
         rollouts, source, engine_side = _rollouts(model, engine_name, tokens, seed, stage)
-
     logprobs = [rollout.logprobs for rollout in rollouts if rollout.logprobs is not None]
+
     with _timed(seconds, "trainer"), stage(f"loading {trainer}", 0):
         stack = open_stack(trainer, model)
+    assert isinstance(stack, HFStack)
     with stack:
         with _timed(seconds, "trainer"):
             before = measure(logprobs, _score(stack, rollouts, f"scoring with {trainer}", stage))
         aligned = None
-        if target is not None:
-            alignment = align(stack.model, to=target.schedule)
+        if to is not None:
+            alignment = align(stack.model, to=to)
             with _timed(seconds, "aligned trainer"):
                 after = measure(logprobs, _score(stack, rollouts, f"scoring with {trainer}, aligned", stage))
-            aligned = Aligned(target, alignment, after, change(before, after))
+            aligned = Aligned(alignment, after, change(before, after))
         trainer_side = Side(trainer, stack.conditions(), stack.versions())
     summary = verdict(before, aligned.measured if aligned else None).sentence
     return Drift(str(model), engine_side, trainer_side, source, before, aligned, summary, seconds)
 
 
-def _target(engine: StackName, to: str | None) -> Target | None:
-    """What the trainer is to be aligned to, or None where nobody said."""
-    if to is not None:
-        return resolve_target(to)
+def _documented_target(engine: StackName) -> str | None:
+    """What is documented for an engine, as a target; None for recorded rollouts, whose engine nobody named."""
     match engine.kind:
         case "rollouts":
             return None
         case "emulated":
-            return resolve_target(engine.detail)
-    return resolve_target(engine.kind + PROFILE_MODES[engine.detail])
+            return engine.detail
+    return engine.kind + PROFILE_MODES[engine.detail]
+
+
+def _check_alignable(model: Path, to: str) -> None:
+    """Raise the UsageError that `align` will raise for this checkpoint and target, without loading a weight."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        align(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), to=to)  # type: ignore[no-untyped-call]
+
+
+def _rollouts(model: Path, engine: StackName, tokens: int, seed: int, stage: Stage) -> tuple[list[Rollout], str, Side]:
+    """Rollouts with the engine's logprobs, where their prompts come from, and the engine."""
+    if engine.kind == "rollouts":
+        rollouts = read_rollouts(Path(engine.detail))
+        return rollouts, f"recorded in {engine.detail}", Side(str(engine), {}, {})
+    with stage(f"starting {engine}", 0):
+        stack = open_stack(str(engine), model)
+    with stack:
+        prompts, source = prompt_ids(model, stack.vocab_size)
+        rollouts = []
+        length = min(MAX_COMPLETION, -(-tokens // len(prompts)))
+        while (missing := tokens - sum(len(rollout.completion_ids) for rollout in rollouts)) > 0:
+            batch = prompts[: -(-missing // length)]
+            with stage(f"sampling from {engine}", len(batch)) as progress:
+                rollouts += stack.sample(batch, max_tokens=length, seed=seed + len(rollouts), progress=progress)
+        return rollouts, f"sampled at temperature 1 from {source}", Side(str(engine), stack.conditions(), stack.versions())
+
+
+def _score(stack: Stack, rollouts: list[Rollout], what: str, stage: Stage) -> list[list[float]]:
+    with stage(what, len(rollouts)) as progress:
+        return stack.score(rollouts, progress=progress)
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], what: str) -> Iterator[None]:
+    start = time.perf_counter()
+    yield
+    seconds[what] = seconds.get(what, 0.0) + time.perf_counter() - start

@@ -6,6 +6,7 @@ frameworks log today; it holds rounding noise and systematic drift together and 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -30,8 +31,8 @@ class Mismatch:
     `k1` = -mean(d) and `k3` = mean(exp(d) - 1 - d): estimates of KL(engine || trainer) per token, nats.
     `ess` = (sum w)^2 / (n sum w^2): effective sample size as a share of the tokens. `max_ratio` = max w.
     `exact_fraction`: share of tokens with d = 0 exactly.
-    `rollout_probs_diff_mean`, `rollout_probs_diff_max`: mean and max of |exp(logp_engine) - exp(logp_trainer)|, which verl logs as
-    `training/rollout_probs_diff_*` (verl/utils/debug/metrics.py, `calculate_debug_metrics`).
+    `rollout_probs_diff_mean`, `rollout_probs_diff_max`: mean and max of |exp(logp_engine) - exp(logp_trainer)|, which verl
+    logs as `training/rollout_probs_diff_*` (verl/utils/debug/metrics.py, `calculate_debug_metrics`).
     `token_mult_prob_error`: mean(exp(|d|)), which NeMo-RL logs under that name (nemo_rl/algorithms/loss/loss_functions.py,
     `ClippedPGLossFn`).
 
@@ -150,3 +151,15 @@ def change(before: Measured, after: Measured) -> dict[str, Change]:
         stderr = None if name in MAXIMA else float((after.resampled[name] - before.resampled[name]).std(ddof=1))
         out[name] = Change(getattr(after.mismatch, name) - old, stderr)
     return out
+
+
+def plus_minus(value: float, stderr: float | None) -> str:
+    """`0.0123 ± 0.0004`: a number to two digits of its standard error, with a power of ten where it is small."""
+    if stderr is None or not stderr > 0:
+        return f"{value:.4g}"
+    exponent = math.floor(math.log10(max(abs(value), stderr)))
+    decimals = max(0, 1 - math.floor(math.log10(stderr)))
+    if exponent >= -4:
+        return f"{value:.{decimals}f} ± {stderr:.{decimals}f}"
+    decimals, scale = max(0, decimals + exponent), 10.0**exponent
+    return f"({value / scale:.{decimals}f} ± {stderr / scale:.{decimals}f})e{exponent:03d}"

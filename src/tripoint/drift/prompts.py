@@ -5,6 +5,7 @@ from __future__ import annotations
 import tomllib
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -36,5 +37,5 @@ def prompt_ids(model: Path, vocab_size: int) -> tuple[list[list[int]], str]:
     if tokenizer.chat_template is None:
         return [list(ids) for ids in tokenizer(texts)["input_ids"]], "built-in prompts, as plain text"
     chats = [[{"role": "user", "content": text}] for text in texts]
-    encoded = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)
+    encoded: Any = tokenizer.apply_chat_template(chats, add_generation_prompt=True, return_dict=True)
     return [list(ids) for ids in encoded["input_ids"]], "built-in prompts, through the chat template"

@@ -20,6 +20,8 @@ from typing import Any, Self
 
 import torch
 
+from tripoint.errors import MeasurementError, UsageError
+
 Progress = Callable[[int], None]
 """Told how many more sequences are finished, each time some are."""
 
@@ -65,6 +67,8 @@ class Stack(ABC):
     """As a user types it: `hf`, `vllm:eager`, ..."""
     vocab_size: int
     """Token ids are below this."""
+    weights_complete: bool = True
+    """False from the start of `load_weights` until it succeeds."""
 
     @abstractmethod
     def sample(
@@ -102,6 +106,17 @@ class Stack(ABC):
     @abstractmethod
     def versions(self) -> dict[str, str]:
         """Versions of the packages that computed, by package name."""
+
+    def _check(self, sequences: Iterable[Sequence[int]]) -> None:
+        """Raise unless the stack holds usable weights and every id is a token of the model."""
+        if not self.weights_complete:
+            raise MeasurementError(f"stack `{self.name}`: its last load_weights failed, so it holds no complete weights: load again")
+        for number, ids in enumerate(sequences):
+            if bad := next((i for i in ids if not 0 <= i < self.vocab_size), None):
+                raise UsageError(
+                    f"sequence {number} holds token id {bad}, but `{self.name}` has a vocabulary of {self.vocab_size}: "
+                    "was it made with another model?"
+                )
 
     def close(self) -> None:  # noqa: B027 (most stacks hold nothing that outlives them)
         """Give up the model and its memory or process. Harmless when called twice."""

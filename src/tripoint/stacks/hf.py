@@ -1,0 +1,199 @@
+"""transformers, the trainer: eager BF16 (`hf`), compiled (`hf:compile`), or FP32 parameters under autocast (`hf:autocast`).
+
+How sequences are batched, everywhere in this module: only sequences of one length share a forward pass, so there is no padding
+and no attention mask. Masks and lengths alter bits. On SmolLM2-135M in BF16 (CPU, sdpa), batches of 2 to 16 sequences of one length give
+exactly the logits of one-by-one passes, while 20 tokens of padding move log-probabilities by up to 0.16 nats on the right
+(rms 0.01, at 150 tokens) and up to 0.30 on the left (rms 0.01 to 0.05). That is as large as what we want to measure.
+
+Log-probabilities are the FP32 log-softmax of the model's own logits, at completion tokens only.
+All passes run without gradients: `hf:compile` is the graph that Inductor makes for inference.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from tripoint.errors import MeasurementError, UsageError
+from tripoint.stacks.base import Progress, Rollout, Stack, end_tokens
+
+BATCH_TOKENS = 4096  # per scoring pass: bounds the BF16 logits, 400 MB for a vocabulary of 49152
+BATCH_ROWS = 64  # sequences that are sampled together
+SOFTMAX_ROWS = 256  # positions whose FP32 logits exist at a time
+
+
+class HFStack(Stack):
+    """A causal language model of transformers. `model` is the live module, which `tripoint.align` may change."""
+
+    model: transformers.PreTrainedModel
+
+    def __init__(self, model: Path, *, mode: str = "", device: str | None = None) -> None:
+        """Load the checkpoint in directory `model`. `mode` is "", "compile" or "autocast".
+
+        Raises UsageError if transformers cannot load it.
+        """
+        self.name = f"hf:{mode}" if mode else "hf"
+        self.mode = mode
+        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        dtype = torch.float32 if mode == "autocast" else torch.bfloat16
+        try:
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+        except (OSError, ValueError, KeyError, RuntimeError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise UsageError(f"transformers cannot load the checkpoint in `{model}`: {reason}") from error
+        self.model = loaded.to(self.device).eval()
+        self.vocab_size = self.model.config.vocab_size
+        self.end_tokens = torch.tensor(end_tokens(model), device=self.device)
+        # One graph for all lengths, so that no sequence is computed by other kernels than the rest.
+        self._call: Callable[..., Any] = torch.compile(self.model, dynamic=True) if mode == "compile" else self.model
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        seed: int,
+        temperature: float = 1.0,
+        progress: Progress | None = None,
+    ) -> list[Rollout]:
+        self._check(prompts)
+        rollouts: dict[int, Rollout] = {}
+        for batch in _equal_lengths([len(prompt) for prompt in prompts], lambda _: BATCH_ROWS):
+            sampled = self._sample_batch([prompts[i] for i in batch], [seed + i for i in batch], max_tokens, temperature)
+            rollouts.update(zip(batch, sampled, strict=True))
+            if progress:
+                progress(len(batch))
+        return [rollouts[i] for i in range(len(prompts))]
+
+    def score(self, rollouts: Sequence[Rollout], *, progress: Progress | None = None) -> list[list[float]]:
+        self._check([*rollout.prompt_ids, *rollout.completion_ids] for rollout in rollouts)
+        scores: dict[int, list[float]] = {}
+        lengths = [len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts]
+        for batch in _equal_lengths(lengths, lambda length: max(1, BATCH_TOKENS // length)):
+            scores.update(zip(batch, self._score_batch([rollouts[i] for i in batch]), strict=True))
+            if progress:
+                progress(len(batch))
+        return [scores[i] for i in range(len(rollouts))]
+
+    def weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Every weight by its checkpoint name, in the dtype and on the device it is held; tied weights once."""
+        seen: set[int] = set()
+        for name, tensor in self.model.state_dict().items():
+            if tensor.data_ptr() not in seen:
+                seen.add(tensor.data_ptr())
+                yield name, tensor
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.weights_complete = False
+        held = self.model.state_dict()
+        missing = {name for name, _ in self.weights()}
+        for name, tensor in weights:
+            if name not in held:
+                raise MeasurementError(f"stack `{self.name}`: the model has no weight `{name}`")
+            if held[name].shape != tensor.shape:
+                shapes = f"{tuple(tensor.shape)}, the model's {tuple(held[name].shape)}"
+                raise MeasurementError(f"stack `{self.name}`: weight `{name}` is {shapes}")
+            held[name].copy_(tensor)
+            missing.discard(name)
+        if missing:
+            raise MeasurementError(f"stack `{self.name}`: {len(missing)} weights were not given, such as `{min(missing)}`")
+        self.weights_complete = True
+
+    def conditions(self) -> dict[str, Any]:
+        return {
+            "layers": self.model.config.num_hidden_layers,
+            "tp": 1,
+            "batch": "sequences of equal length, no padding, no mask",
+            "compile": self.mode == "compile",
+            "device": _device_name(self.device),
+            "dtype": "float32 under bfloat16 autocast" if self.mode == "autocast" else "bfloat16",
+            "attention": self.model.config._attn_implementation,
+            "threads": torch.get_num_threads(),
+        }
+
+    def versions(self) -> dict[str, str]:
+        return {"transformers": transformers.__version__, "torch": str(torch.__version__)}
+
+    def _forward(self, ids: torch.Tensor, **options: Any) -> Any:
+        autocast = torch.autocast(self.device.type, torch.bfloat16) if self.mode == "autocast" else nullcontext()
+        with autocast:
+            return self._call(input_ids=ids, **options)
+
+    @torch.no_grad()
+    def _score_batch(self, rollouts: list[Rollout]) -> list[list[float]]:
+        """Rollouts whose prompt + completion have one length."""
+        ids = torch.tensor([[*r.prompt_ids, *r.completion_ids] for r in rollouts], device=self.device)
+        longest = max(len(r.completion_ids) for r in rollouts)
+        # The last position predicts nothing that is asked, but is kept: slicing it off would shift the others' memory layout.
+        logits = self._forward(ids, use_cache=False, logits_to_keep=longest + 1).logits
+        rows = torch.cat([torch.arange(longest - len(r.completion_ids), longest) for r in rollouts]).to(self.device)
+        owners = torch.repeat_interleave(torch.tensor([len(r.completion_ids) for r in rollouts])).to(self.device)
+        targets = torch.tensor([token for r in rollouts for token in r.completion_ids], device=self.device)
+        logprobs = torch.cat(
+            [
+                logits[owner, row].float().log_softmax(-1).gather(-1, target[:, None])[:, 0]
+                for owner, row, target in zip(
+                    owners.split(SOFTMAX_ROWS), rows.split(SOFTMAX_ROWS), targets.split(SOFTMAX_ROWS), strict=True
+                )
+            ]
+        )
+        return [part.tolist() for part in logprobs.cpu().split([len(r.completion_ids) for r in rollouts])]
+
+    @torch.no_grad()
+    def _sample_batch(
+        self, prompts: list[Sequence[int]], seeds: list[int], max_tokens: int, temperature: float
+    ) -> list[Rollout]:
+        """Prompts of one length, decoded together with a KV cache."""
+        uniform = torch.stack(
+            [torch.rand(max_tokens, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in seeds]
+        ).to(self.device)
+        cache = transformers.DynamicCache(config=self.model.config)
+        ids = torch.tensor([list(prompt) for prompt in prompts], device=self.device)
+        running = torch.ones(len(prompts), dtype=torch.bool, device=self.device)
+        tokens, logprobs, counts = [], [], torch.zeros(len(prompts), dtype=torch.long, device=self.device)
+        for step in range(max_tokens):
+            logits = self._forward(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
+            token = _draw(logits, temperature, uniform[:, step])
+            tokens.append(token)
+            logprobs.append(logits.log_softmax(-1).gather(-1, token[:, None])[:, 0])
+            counts += running
+            running &= ~torch.isin(token, self.end_tokens)
+            if not running.any():
+                break
+            ids = token[:, None]
+        rows = zip(
+            prompts, torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist(), counts.tolist(), strict=True
+        )
+        return [Rollout(tuple(prompt), tuple(token[:n]), tuple(logprob[:n])) for prompt, token, logprob, n in rows]
+
+
+def _draw(logits: torch.Tensor, temperature: float, uniform: torch.Tensor) -> torch.Tensor:
+    """One token for each row of `logits` (batch, vocabulary), by inverting its distribution function at `uniform` (batch)."""
+    if temperature == 0:
+        return logits.argmax(-1)
+    below = (logits / temperature).softmax(-1).double().cumsum(-1)
+    return torch.searchsorted(below, uniform[:, None] * below[:, -1:], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+
+
+def _equal_lengths(lengths: Sequence[int], rows: Callable[[int], int]) -> Iterator[list[int]]:
+    """The indices of `lengths` in batches of one length each, at most `rows(length)` together."""
+    groups: dict[int, list[int]] = defaultdict(list)
+    for index, length in enumerate(lengths):
+        groups[length].append(index)
+    for length, group in groups.items():
+        for start in range(0, len(group), rows(length)):
+            yield group[start : start + rows(length)]
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} {torch.backends.cpu.get_cpu_capability()}"

@@ -1,0 +1,196 @@
+"""vLLM, the engine: `vllm` compiles as it does by default, `vllm:eager` runs with `enforce_eager`.
+
+vLLM owns global state and may die, so it lives in a process of its own (`vllm_worker`), which is killed with all it started when
+the stack is closed, when its start is interrupted, and when this process goes away. Its output is kept in a log file.
+
+Scoring asks for prompt log-probabilities of prompt + completion, so all tokens are prefilled as they come: vLLM batches sequences
+without padding, and which share a step is its scheduler's choice.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from collections.abc import Iterable, Sequence
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tripoint.errors import MeasurementError, UsageError
+from tripoint.models import cache_dir
+from tripoint.stacks.base import EngineOptions, Progress, Rollout, Stack, end_tokens
+
+LOG_TAIL = 15
+ENVIRONMENT = {  # set unless the user did
+    "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # one process less that can hang
+    "HF_HUB_OFFLINE": "1",  # the checkpoint is a directory
+}
+
+
+class VllmStack(Stack):
+    """A running vLLM engine. `log` is the file that holds its output."""
+
+    log: Path
+
+    def __init__(self, model: Path, *, eager: bool = False, options: EngineOptions = EngineOptions()) -> None:  # noqa: B008
+        """Start vLLM on the checkpoint in directory `model`, which takes from 10 seconds (eager) to a few minutes (compiled).
+
+        Raises UsageError if vLLM is not installed, MeasurementError (with the end of the log) if it does not start.
+        """
+        if importlib.util.find_spec("vllm") is None:
+            raise UsageError("stack `vllm` is not installed here: `pip install 'tripoint[vllm]'`")
+        self.name = "vllm:eager" if eager else "vllm"
+        config = json.loads((model / "config.json").read_text())
+        self.vocab_size = config["vocab_size"]
+        self._end_tokens = list(end_tokens(model))
+        self._shapes = _checkpoint_shapes(model)
+        self._tied = bool(config.get("tie_word_embeddings"))
+        # One token more than anybody may use: scoring a full-length sequence still has to generate a token.
+        self.max_tokens = min(options.max_model_len or 4096, config["max_position_embeddings"] - 1)
+        self._process: subprocess.Popen[bytes] | None = None
+        try:
+            self._launch()
+            arguments = {
+                "model": str(model),
+                "dtype": "bfloat16",
+                "enforce_eager": eager,
+                "max_model_len": self.max_tokens + 1,
+                "max_num_seqs": options.max_num_seqs,
+                "tensor_parallel_size": options.tensor_parallel_size,
+                "gpu_memory_utilization": options.gpu_memory_utilization,
+                "enable_prefix_caching": False,  # cached prefixes would have been computed in another batch
+                "logprobs_mode": "raw_logprobs",
+                "generation_config": "vllm",  # its own defaults, not the checkpoint's
+                "skip_tokenizer_init": True,
+            }
+            about = self._start(arguments)
+        except BaseException:  # Ctrl-C included
+            self.close()
+            raise
+        self._conditions, self._versions = about["conditions"], about["versions"]
+
+    def sample(
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_tokens: int,
+        seed: int,
+        temperature: float = 1.0,
+        progress: Progress | None = None,
+    ) -> list[Rollout]:
+        self._check(prompts)
+        self._check_lengths(len(prompt) + max_tokens for prompt in prompts)
+        completions = self._ask(
+            "sample",
+            progress,
+            prompts=[list(prompt) for prompt in prompts],
+            max_tokens=max_tokens,
+            seed=seed,
+            temperature=temperature,
+            end_tokens=self._end_tokens,
+        )
+        return [Rollout(tuple(prompt), *completion) for prompt, completion in zip(prompts, completions, strict=True)]
+
+    def score(self, rollouts: Sequence[Rollout], *, progress: Progress | None = None) -> list[list[float]]:
+        sequences = [[*rollout.prompt_ids, *rollout.completion_ids] for rollout in rollouts]
+        self._check(sequences)
+        self._check_lengths(map(len, sequences))
+        starts = [len(rollout.prompt_ids) for rollout in rollouts]
+        scores: list[list[float]] = self._ask("score", progress, sequences=sequences, prompt_lengths=starts)
+        return scores
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        self.weights_complete = False
+        # vLLM would say nothing of weights that were left out, and stop half-way at one it does not know.
+        tensors: dict[str, torch.Tensor] = {}
+        for name, tensor in weights:
+            if name == "lm_head.weight" and self._tied:
+                continue
+            if name not in self._shapes:
+                raise MeasurementError(f"stack `{self.name}`: the model has no weight `{name}`")
+            if self._shapes[name] != tuple(tensor.shape):
+                shapes = f"{tuple(tensor.shape)}, the model's {self._shapes[name]}"
+                raise MeasurementError(f"stack `{self.name}`: weight `{name}` is {shapes}")
+            tensors[name] = tensor.detach().to("cpu", torch.bfloat16).contiguous()
+        if missing := self._shapes.keys() - tensors.keys():
+            raise MeasurementError(f"stack `{self.name}`: {len(missing)} weights were not given, such as `{min(missing)}`")
+        in_memory = Path("/dev/shm")
+        with tempfile.TemporaryDirectory(prefix="tripoint-", dir=in_memory if in_memory.is_dir() else None) as directory:
+            save_file(tensors, Path(directory) / "model.safetensors")
+            self._ask("load_weights", directory=directory)
+        self.weights_complete = True
+
+    def conditions(self) -> dict[str, Any]:
+        return dict(self._conditions)
+
+    def versions(self) -> dict[str, str]:
+        return dict(self._versions)
+
+    def close(self) -> None:
+        if self._process is None:
+            return
+        self._connection.close()
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        self._process.wait()
+        self._process = None
+
+    def _check_lengths(self, lengths: Iterable[int]) -> None:
+        if (longest := max(lengths, default=0)) > self.max_tokens:
+            raise UsageError(
+                f"a sequence of {longest} tokens does not fit `{self.name}`, started for {self.max_tokens}: "
+                "shorten it, or raise max_model_len if the model allows it"
+            )
+
+    def _launch(self) -> None:
+        logs = cache_dir() / "logs"
+        logs.mkdir(parents=True, exist_ok=True)
+        self.log = logs / f"{self.name.replace(':', '-')}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
+        self._connection, far_end = Pipe()
+        descriptor = far_end.fileno()
+        with self.log.open("wb") as log, far_end:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "tripoint.stacks.vllm_worker", str(descriptor), str(os.getpid())],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=ENVIRONMENT | os.environ,
+                pass_fds=[descriptor],
+                start_new_session=True,  # Ctrl-C is ours to handle; and the session's process group can be killed as one
+            )
+
+    def _start(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        console, begun = Console(stderr=True), time.monotonic()
+        label = f"starting {self.name}, log in {self.log}"
+        if not console.is_terminal:
+            console.print(escape(label), soft_wrap=True)
+        with console.status(escape(label)) as status:
+
+            def waiting() -> None:
+                last = escape(" ".join(self._log_tail(1)))
+                status.update(f"{escape(label)}: {time.monotonic() - begun:.0f} s [dim]{last}[/dim]")
+
+            about: dict[str, Any] = self._ask("start", waiting=waiting, arguments=arguments)
+        return about
+
+    def _ask(self, method: str, progress: Progress | None = None, waiting: Any = None, /, **arguments: Any) -> Any:
+        """Have the worker do `method`, and return what it answers."""
+        raise SystemError

@@ -1,0 +1,498 @@
+"""The ops under every schedule give the bits of an independent oracle, and gradients the value of the exact formula.
+
+`oracle` is NumPy with rounding on integer bit patterns and shares no code with `tripoint.ops`.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import oracle
+from strategies import CASTS, LAYOUTS, NORM, QK, ROPE, SWIGLU, casts, laid_out, tensors
+from tripoint import ops
+from tripoint.ops import reference
+from tripoint.ops.rounding import cast_to
+
+FORMATS = {torch.bfloat16: oracle.BF16, torch.float16: oracle.FP16}
+DTYPES = list(FORMATS)
+EPS = 1e-6
+few = settings(max_examples=12, deadline=None)
+
+dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
+
+
+def f32(x: Tensor) -> np.ndarray:
+    return x.float().numpy()
+
+
+def pattern(x: Tensor, dtype: torch.dtype) -> np.ndarray:
+    """Bit patterns, every NaN the same."""
+    assert x.dtype == dtype
+    out = x.contiguous().view(torch.int16).numpy().view(np.uint16)
+    return np.where(np.isnan(f32(x)), np.uint16(FORMATS[dtype].nan), out)
+
+
+def same_fp32(actual: Tensor, expected: np.ndarray) -> bool:
+    """Equal bits in FP32, any NaN equal to any other."""
+    assert actual.dtype == torch.float32
+    bits = actual.contiguous().view(torch.int32).numpy()
+    return bool(np.all((bits == expected.astype(np.float32).view(np.int32)) | (np.isnan(expected) & np.isnan(actual.numpy()))))
+
+
+def tables(positions: Tensor, head_dim: int, theta: float = 1e6) -> tuple[Tensor, Tensor]:
+    angles = reference.rope_angles(positions, theta, head_dim, "pos*inv").repeat(1, 2)
+    return angles.cos(), angles.sin()
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+# -- rounding ---------------------------------------------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize("cast", CASTS)
+def test_every_tie_and_its_neighbours_round_as_on_integers(dtype: torch.dtype, cast: str) -> None:
+    every = oracle.values(np.arange(2**16, dtype=np.uint16), FORMATS[dtype])
+    every = np.sort(every[np.isfinite(every)])
+    middle = (every[1:] + every[:-1]) / 2
+    wide = np.concatenate((every, middle, np.nextafter(middle, np.inf), np.nextafter(middle, -np.inf)))
+    wide = np.concatenate((wide, [np.inf, -np.inf, np.nan, 1e300, -1e300, 1e-320]))
+    for x in (wide, wide.astype(np.float32)):
+        with np.errstate(over="ignore"):
+            assert np.array_equal(pattern(cast_to(torch.from_numpy(x), dtype, cast), dtype), oracle.bits(x, FORMATS[dtype], cast))
+
+
+@dtypes
+@pytest.mark.parametrize("cast", CASTS)
+def test_round_to_and_its_gradient(dtype: torch.dtype, cast: str) -> None:
+    x = random((5, 64), torch.float32).requires_grad_()
+    y = ops.round_to(x, cast, dtype)
+    assert np.array_equal(pattern(y.detach(), dtype), oracle.bits(f32(x.detach()), FORMATS[dtype], cast))
+    grad = random((5, 64), dtype, seed=1)
+    y.backward(grad)
+    assert torch.equal(x.grad, grad.float())
+
+
+# -- RoPE -------------------------------------------------------------------------------------------------------------
+
+
+@dtypes
+@pytest.mark.parametrize("code", ROPE)
+@few
+@given(data=st.data(), cast=casts, unrounded=st.booleans(), heads=st.integers(1, 3), seq=st.integers(1, 5))
+def test_rope_equals_the_oracle(
+    dtype: torch.dtype, code: str, data: st.DataObject, cast: str, unrounded: bool, heads: int, seq: int
+) -> None:
+    head_dim = data.draw(st.sampled_from([2, 6, 16]))
+    # A QK-norm whose output is not rounded hands over FP32.
+    x = data.draw(tensors((2, heads, seq, head_dim), torch.float32 if unrounded else dtype))
+    first = data.draw(st.integers(0, 100_000))
+    cos, sin = tables(torch.arange(first, first + seq), head_dim)
+    actual = ops.rope(x, cos, sin, *ROPE[code], cast, dtype)
+    assert np.array_equal(pattern(actual, dtype), oracle.rope(f32(x), f32(cos), f32(sin), code, FORMATS[dtype], cast))
+    assert actual.stride() == torch.empty_like(x).stride()
+
+
+@dtypes
+@pytest.mark.parametrize(("cast", "tail"), itertools.product(CASTS, (2.0**-45, 0.0, -(2.0**-45), 2.0**-90, -(2.0**-90))))
+def test_fma_of_rope_rounds_once(dtype: torch.dtype, cast: str, tail: float) -> None:
+    """x * cos is a tie, and what the sin product adds is too small for FP32, or even for FP64: two roundings lose it."""
+    precision = FORMATS[dtype].precision
+    # (1 + 2^-k)^2 = 1 + 2^(1-k) + 2^-2k, the last bit of which is half a unit for even precision; else 1.5 (1 + 2^-k).
+    tie = 1 + 2.0 ** (1 - precision)
+    x = torch.tensor([1.5, tail], dtype=torch.float32)
+    cos, sin = torch.tensor([tie, tie]), torch.tensor([-1.0, -1.0])
+    expected = 1.5 * tie + tail
+    ulp = 2.0 ** (1 - precision)
+    below, above = np.floor(1.5 * tie / ulp) * ulp, np.ceil(1.5 * tie / ulp) * ulp
+    assert below < 1.5 * tie < above
+    assert 1.5 * tie - below == above - 1.5 * tie
+    even = below if (below / ulp) % 2 == 0 else above
+    expected = below if cast == "rtz" or tail < 0 else above if tail > 0 else even
+    actual = ops.rope(x.to(dtype if tail == 0 else torch.float32), cos, sin, *ROPE["R2"], cast, dtype)
+    # In FP16 the smaller tails are below the smallest number once they are rounded themselves.
+    if dtype == torch.float16 and tail != 0:
+        expected = even if cast == "rne" else below
+    assert actual[0].item() == expected
+
+
+@dtypes
+@pytest.mark.parametrize(("one", "other"), itertools.combinations(itertools.product(ROPE, CASTS), 2))
+def test_every_two_rope_schedules_differ(dtype: torch.dtype, one: tuple[str, str], other: tuple[str, str]) -> None:
+    x, (cos, sin) = random((1, 2, 64, 32), dtype), tables(torch.arange(64), 32, theta=100.0)
+    outputs = [ops.rope(x, cos, sin, *ROPE[code], cast, dtype) for code, cast in (one, other)]
+    assert not torch.equal(*outputs)
+
+
+@dtypes
+@pytest.mark.parametrize("code", ROPE)
+@pytest.mark.parametrize("unrounded", [False, True])
+def test_rope_gradient_is_exact_but_for_one_rounding(dtype: torch.dtype, code: str, unrounded: bool) -> None:
+    x = random((2, 3, 40, 32), torch.float32 if unrounded else dtype).requires_grad_()
+    cos, sin = tables(torch.arange(40), 32, theta=100.0)
+    grad = random((2, 3, 40, 32), dtype, seed=1)
+    ops.rope(x, cos, sin, *ROPE[code], "rtz", dtype).backward(grad)
+
+    table = (cos, sin) if code == "R4" else (t.to(torch.float32) for t in map(torch.from_numpy, map(np.copy, rtz(dtype, cos, sin))))
+    cos64, sin64 = (t.double() for t in table)
+    x64 = x.detach().double().requires_grad_()
+    first, second = x64.chunk(2, dim=-1)
+    (x64 * cos64 + torch.cat((-second, first), dim=-1) * sin64).backward(grad.double())
+    terms = (grad.double() * cos64).abs() + (grad.double() * sin64).abs().roll(16, -1)
+    if code == "R1" and not unrounded:
+        # Stepwise, as transformers: each product is rounded too. Its bits are compared in test_ops_real_modules.
+        assert_rounded(x.grad, x64.grad, terms * 2.0 ** -(FORMATS[dtype].precision))
+        assert not torch.equal(x.grad, x64.grad.to(dtype))
+    else:
+        assert_rounded(x.grad, x64.grad, terms * 2.0**-23)
+
+
+def rtz(dtype: torch.dtype, *arrays: Tensor) -> list[np.ndarray]:
+    return [oracle.rounded(f32(x), FORMATS[dtype], "rtz") for x in arrays]
+
+
+def assert_rounded(actual: Tensor, exact: Tensor, slack: Tensor | float) -> None:
+    """`actual` is a rounding to nearest of a number within `slack` of `exact`."""
+    low, high = (exact - slack).to(torch.float64), (exact + slack).to(torch.float64)
+    if actual.dtype == torch.float32:
+        step = torch.finfo(torch.float32).eps * exact.abs()
+        assert bool(((actual.double() >= low - step) & (actual.double() <= high + step)).all())
+        return
+    fmt = FORMATS[actual.dtype]
+    low64, high64 = (oracle.values(oracle.bits(x.numpy(), fmt, "rne"), fmt) for x in (low, high))
+    out = actual.double().numpy()
+    assert np.all((low64 <= out) & (out <= high64))
+
+
+# -- gated activation -------------------------------------------------------------------------------------------------
+
+ACTS = ("silu", "gelu", "gelu_tanh")
+GATED = [("S1", act) for act in ACTS] + [("S3", act) for act in ACTS] + [("S5", "silu")]
+gated = pytest.mark.parametrize(("code", "act"), GATED)
+FREEDOM = 4
+"""FP32 units in the last place that two correct implementations of exp, erf or tanh may differ by."""
+
+
+def assert_gated(actual: Tensor, gate: Tensor, up: Tensor, act: str, code: str, cast: str) -> float:
+    """Each element has the oracle's bits, or those that a transcendental moved by a few units would give.
+
+    Returns the share of elements whose bits are not those of the correctly rounded transcendental.
+    """
+    fmt = FORMATS[gate.dtype]
+    low, exact, high = (
+        oracle.gated_act(f32(gate), f32(up), act, code, fmt, cast, nudge) for nudge in (-FREEDOM, 0, FREEDOM)
+    )
+    got = pattern(actual, gate.dtype)
+    values = [oracle.values(bits, fmt) for bits in (low, exact, high, got)]
+    between = (np.minimum(values[0], values[2]) <= values[3]) & (values[3] <= np.maximum(values[0], values[2]))
+    assert np.all((got == exact) | between)
+    return float(np.mean(got != exact))
+
+
+@dtypes
+@gated
+@few
+@given(data=st.data(), cast=casts, rows=st.integers(1, 4), width=st.integers(1, 70))
+def test_gated_act_equals_the_oracle(
+    dtype: torch.dtype, code: str, act: str, data: st.DataObject, cast: str, rows: int, width: int
+) -> None:
+    gate = data.draw(tensors((2, rows, width), dtype, scale=8.0))
+    up = data.draw(tensors((2, rows, width), dtype))
+    actual = ops.gated_act(gate, up, act, *SWIGLU[code], cast)
+    assert_gated(actual, gate, up, act, code, cast)
+    assert actual.stride() == torch.empty_like(gate).stride()
+
+
+@dtypes
+@gated
+@pytest.mark.parametrize("cast", CASTS)
+def test_gated_act_of_every_gate(dtype: torch.dtype, code: str, act: str, cast: str) -> None:
+    """All 65536 gates against a random up: at most 5e-5 of the outputs sit so near a boundary that exp's form decides."""
+    every = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype)
+    gate = every.repeat(4, 1)
+    up = random((4, 2**16), dtype)
+    share = assert_gated(ops.gated_act(gate, up, act, *SWIGLU[code], cast), gate, up, act, code, cast)
+    assert share <= 5e-5
+
+
+@dtypes
+@pytest.mark.parametrize("act", ACTS)
+def test_every_two_swiglu_schedules_differ(dtype: torch.dtype, act: str) -> None:
+    gate, up = random((64, 64), dtype), random((64, 64), dtype, seed=1)
+    known = [(code, cast) for code, of in GATED if of == act for cast in CASTS]
+    for (one, cast_one), (other, cast_other) in itertools.combinations(known, 2):
+        outputs = [ops.gated_act(gate, up, act, *SWIGLU[c], cast) for c, cast in ((one, cast_one), (other, cast_other))]
+        assert not torch.equal(*outputs), (one, cast_one, other, cast_other)
+
+
+@dtypes
+@gated
+def test_gated_act_gradient_is_exact_but_for_one_rounding(dtype: torch.dtype, code: str, act: str) -> None:
+    gate, up = (random((64, 48), dtype, seed).requires_grad_() for seed in (0, 1))
+    grad = random((64, 48), dtype, seed=2)
+    ops.gated_act(gate, up, act, *SWIGLU[code], "rne").backward(grad)
+
+    wide = {"silu": torch.nn.functional.silu, "gelu": torch.nn.functional.gelu}.get(
+        act, lambda x: torch.nn.functional.gelu(x, approximate="tanh")
+    )
+    gate64, up64 = (x.detach().double().requires_grad_() for x in (gate, up))
+    (wide(gate64) * up64).backward(grad.double())
+    # Stepwise under S1, as transformers: the incoming gradient's product and the activation are rounded first.
+    inner = 2.0 ** -(FORMATS[dtype].precision) if code == "S1" else 2.0**-21
+    for actual, exact in ((gate.grad, gate64.grad), (up.grad, up64.grad)):
+        assert_rounded(actual, exact, inner * grad.double().abs() * 1.5 if code != "S1" else inner * (exact.abs() + 1e-6))
+    if code == "S1":
+        assert not torch.equal(gate.grad, gate64.grad.to(dtype))
+
+
+# -- residual + RMSNorm -----------------------------------------------------------------------------------------------
+
+norm_codes = pytest.mark.parametrize("code", NORM)
+
+
+def check_norm(x: Tensor, residual: Tensor | None, weight: Tensor, code: str, rounds: tuple[bool, bool | None], cast: str) -> None:
+    out_round, carry_round = rounds
+    dtype = weight.dtype
+    fmt = FORMATS[dtype]
+    out, carry, rstd = ops.add_rms_norm(x, residual, weight, EPS, *NORM[code], out_round, carry_round, cast, dtype)
+    arrays = (f32(x), None if residual is None else f32(residual), f32(weight))
+
+    # Where the order of the sum is free: 1/rms agrees with FP64's to a few FP32 units.
+    expected = oracle.add_rms_norm(*arrays, EPS, code, fmt, cast)
+    with np.errstate(all="ignore"):
+        fits = (expected.rstd**-2 < 3.4e38) & (expected.rstd**-2 > 1e-38)  # FP32 squares neither overflow nor vanish
+        error = np.abs(rstd.numpy() / expected.rstd - 1)
+    assert np.all(error[fits] < 5e-7)
+
+    # All that follows is determined, given that number.
+    expected = oracle.add_rms_norm(*arrays, EPS, code, fmt, cast, rstd.numpy())
+    if out_round:
+        assert np.array_equal(pattern(out, dtype), oracle.bits(expected.out, fmt, cast))
+    else:
+        assert same_fp32(out, expected.out)
+    if carry_round is None:
+        assert carry.numel() == 0
+    elif carry_round:
+        assert np.array_equal(pattern(carry, dtype), oracle.bits(expected.total, fmt, cast))
+    else:
+        assert same_fp32(carry, expected.total)
+    assert out.stride() == torch.empty_like(x).stride()
+
+
+@dtypes
+@norm_codes
+@few
+@given(data=st.data(), cast=casts, shape=st.tuples(st.integers(1, 3), st.integers(1, 4), st.integers(1, 70)))
+def test_add_rms_norm_equals_the_oracle(
+    dtype: torch.dtype, code: str, data: st.DataObject, cast: str, shape: tuple[int, ...]
+) -> None:
+    x = data.draw(tensors(shape, dtype))
+    # FP32 where an unrounded sum was carried to here.
+    residual = data.draw(st.none() | tensors(shape, dtype) | tensors(shape, torch.float32))
+    weight = data.draw(tensors(shape[-1:], dtype, special=False, strided=False))
+    check_norm(x, residual, weight, code, (True, data.draw(st.sampled_from([None, True, False]))), cast)
+
+
+@dtypes
+@pytest.mark.parametrize("mode", QK)
+@few
+@given(data=st.data(), cast=casts, heads=st.integers(1, 3))
+def test_qk_norm_equals_the_oracle(dtype: torch.dtype, mode: str, data: st.DataObject, cast: str, heads: int) -> None:
+    x = data.draw(tensors((2, heads, 3, 16), dtype))
+    weight = data.draw(tensors((16,), dtype, special=False, strided=False))
+    norm_round, out_round = QK[mode]
+    # A QK-norm adds nothing, so that only N1 and N2's second field is left.
+    check_norm(x, None, weight, "N1" if norm_round else "N2", (out_round, None), cast)
+
+
+@dtypes
+@norm_codes
+def test_norm_of_an_fp32_sum_without_residual(dtype: torch.dtype, code: str) -> None:
+    """The first norm after an unrounded embedding or add: nothing is added, the FP32 value is carried on."""
+    check_norm(random((3, 40), torch.float32), None, random((40,), dtype, 1), code, (True, False), "rne")
+
+
+@dtypes
+def test_every_two_norm_schedules_differ(dtype: torch.dtype) -> None:
+    x, residual, weight = random((256, 64), dtype), random((256, 64), dtype, 1, 4.0), random((64,), dtype, 2)
+    known = list(itertools.product(NORM, CASTS))
+    outputs = {k: ops.add_rms_norm(x, residual, weight, EPS, *NORM[k[0]], True, None, k[1], dtype)[0] for k in known}
+    for one, other in itertools.combinations(known, 2):
+        assert not torch.equal(outputs[one], outputs[other]), (one, other)
+    carried = [ops.add_rms_norm(x, residual, weight, EPS, *NORM["N3"], True, r, "rne", dtype)[1] for r in (True, False)]
+    assert not torch.equal(carried[0].float(), carried[1])
+
+
+@dtypes
+def test_every_two_qk_modes_differ(dtype: torch.dtype) -> None:
+    """Also after RoPE, which takes an unrounded output in FP32."""
+    x, weight, (cos, sin) = random((1, 2, 64, 32), dtype), random((32,), dtype, 1), tables(torch.arange(64), 32)
+    rotated = {}
+    for mode, (norm_round, out_round) in QK.items():
+        for cast in CASTS[: 1 if mode == "none" else 2]:
+            out, _, _ = ops.add_rms_norm(x, None, weight, EPS, "before_var", norm_round, out_round, None, cast, dtype)
+            rotated[mode, cast] = ops.rope(out, cos, sin, "bf16", "fp32", "rne", dtype)
+    for one, other in itertools.combinations(rotated, 2):
+        assert not torch.equal(rotated[one], rotated[other]), (one, other)
+
+
+@dtypes
+@norm_codes
+@pytest.mark.parametrize("carry", ["none", "rounded", "fp32"])
+def test_norm_gradient_is_exact_but_for_one_rounding(dtype: torch.dtype, code: str, carry: str) -> None:
+    x = random((48, 64), dtype).requires_grad_()
+    residual = random((48, 64), torch.float32 if carry == "fp32" else dtype, 1, 2.0).requires_grad_()
+    weight = random((64,), dtype, 2).requires_grad_()
+    carry_round = {"none": None, "rounded": True, "fp32": False}[carry]
+    out, carried, rstd = ops.add_rms_norm(x, residual, weight, EPS, *NORM[code], True, carry_round, "rne", dtype)
+    grad = random((48, 64), dtype, 3)
+    grad_carry = random((48, 64), torch.float32 if carry == "fp32" else dtype, 4)
+    torch.autograd.backward([out] if carry == "none" else [out, carried], [grad] if carry == "none" else [grad, grad_carry])
+    assert not rstd.requires_grad
+
+    # The formula in FP64, differentiated as if its roundings were not there, at the values that they leave.
+    def through(exact: Tensor, to: Tensor) -> Tensor:
+        return exact + (to.double() - exact).detach()
+
+    x64, residual64, weight64 = (t.detach().double().requires_grad_() for t in (x, residual, weight))
+    total = x64 + residual64
+    stored = through(total, (x.float() + residual.float()).to(dtype))
+    for_var, for_norm = {"before_var": (stored, stored), "never": (total, total), "after_var": (total, stored)}[NORM[code][0]]
+    normalised = for_norm * torch.rsqrt(for_var.pow(2).mean(-1, keepdim=True) + EPS)
+    if NORM[code][1]:
+        normalised = through(normalised, (for_norm.detach().float() * rstd).to(dtype))
+    objective = (normalised * weight64 * grad.double()).sum()
+    if carry != "none":
+        objective = objective + (total * grad_carry.double()).sum()
+    objective.backward()
+
+    # Relative to the terms that are added: N1 is stepwise and rounds each of them, the others are FP32.
+    unit = 2.0 ** -FORMATS[dtype].precision if code == "N1" else 2.0**-21
+    scale = (grad.double().abs() * weight64.detach().abs() * rstd.double()).amax(-1, keepdim=True)
+    if carry != "none":
+        scale = scale + grad_carry.double().abs()
+    for actual, exact in ((x.grad, x64.grad), (residual.grad, residual64.grad)):
+        assert_rounded(actual, exact, 2 * unit * scale)
+    assert_rounded(weight.grad, weight64.grad, unit * (normalised * grad.double()).detach().abs().sum(0))
+    if code != "N1":
+        assert float((x.grad != x64.grad.to(dtype)).double().mean()) < 1e-3
+
+
+@dtypes
+@pytest.mark.parametrize("cast", CASTS)
+@pytest.mark.parametrize("to", [True, False])
+def test_residual_add(dtype: torch.dtype, cast: str, to: bool) -> None:
+    x, residual = random((9, 33), dtype).requires_grad_(), random((9, 33), torch.float32, 1).requires_grad_()
+    total = ops.residual_add(x, residual, to, cast, dtype)
+    exact = f32(x.detach()) + f32(residual.detach())
+    if to:
+        assert np.array_equal(pattern(total.detach(), dtype), oracle.bits(exact, FORMATS[dtype], cast))
+    else:
+        assert same_fp32(total.detach(), exact)
+    grad = random((9, 33), total.dtype, 2)
+    total.backward(grad)
+    assert torch.equal(x.grad, grad.to(dtype))
+    assert torch.equal(residual.grad, grad.float())
+
+
+# -- how far apart ----------------------------------------------------------------------------------------------------
+
+
+def share(one: Tensor, other: Tensor) -> float:
+    return float((one != other).double().mean())
+
+
+def test_rope_schedules_are_as_far_apart_as_documented() -> None:
+    x = random((1, 4, 512, 128), torch.bfloat16)
+    positions = torch.randint(0, 32768, (512,), generator=torch.Generator().manual_seed(1))
+    cos, sin = tables(positions, 128)
+    out = {code: ops.rope(x, cos, sin, *fields, "rne", torch.bfloat16) for code, fields in ROPE.items()}
+    for one, other, documented in (("R1", "R3", 0.29), ("R1", "R4", 0.36), ("R3", "R4", 0.26), ("R1", "R2", 0.22)):
+        assert share(out[one], out[other]) == pytest.approx(documented, abs=0.03), (one, other)
+
+
+def test_swiglu_schedules_are_as_far_apart_as_documented() -> None:
+    gate, up = random((256, 1024), torch.bfloat16), random((256, 1024), torch.bfloat16, 1)
+    out = {code: ops.gated_act(gate, up, "silu", *fields, "rne") for code, fields in SWIGLU.items()}
+    for one, other, documented in (("S1", "S3", 0.27), ("S1", "S5", 0.30)):
+        assert share(out[one], out[other]) == pytest.approx(documented, abs=0.03), (one, other)
+
+
+def test_norm_schedules_are_as_far_apart_as_documented() -> None:
+    x, residual = random((256, 2048), torch.bfloat16), random((256, 2048), torch.bfloat16, 1)
+    weight = random((2048,), torch.bfloat16, 2)
+    out = {
+        code: ops.add_rms_norm(x, residual, weight, EPS, *fields, True, None, "rne", torch.bfloat16)[0]
+        for code, fields in NORM.items()
+    }
+    pairs = {"N1 N2": 0.26, "N1 N3": 0.34, "N1 N4": 0.20, "N2 N3": 0.23, "N3 N4": 0.26, "N2 N5": 0.01}
+    for pair, documented in pairs.items():
+        one, other = pair.split()
+        assert share(out[one], out[other]) == pytest.approx(documented, abs=0.03 if documented > 0.1 else 0.01), pair
+
+
+# -- registration -----------------------------------------------------------------------------------------------------
+
+
+def samples() -> list[tuple[object, tuple[object, ...]]]:
+    """Calls that cover every dtype combination an op meets, and layouts that are not contiguous."""
+    bf16, fp32 = torch.bfloat16, torch.float32
+    cos, sin = tables(torch.arange(3), 8)
+    x, wide, weight = random((2, 2, 3, 8), bf16), random((2, 2, 3, 8), fp32, 1), random((8,), bf16, 2)
+    strided = laid_out(x, "transposed")
+    return [
+        (ops.rope, (strided.requires_grad_(), cos, sin, "bf16", "bf16", "rne", bf16)),
+        (ops.rope, (wide.clone().requires_grad_(), cos, sin, "fp32", "fp32", "rtz", bf16)),
+        (ops.gated_act, (laid_out(x, "sliced").requires_grad_(), x.clone().requires_grad_(), "silu", False, "fp32", "rne")),
+        (ops.add_rms_norm, (x.clone().requires_grad_(), None, weight, EPS, "before_var", True, True, None, "rne", bf16)),
+        (ops.add_rms_norm, (wide.clone().requires_grad_(), None, weight, EPS, "never", False, True, False, "rne", bf16)),
+        (
+            ops.add_rms_norm,
+            (x.clone().requires_grad_(), laid_out(wide, "transposed"), weight, EPS, "never", True, True, True, "rtz", bf16),
+        ),
+        (
+            ops.add_rms_norm,
+            (wide.clone().requires_grad_(), wide.clone().requires_grad_(), weight, EPS, "never", True, False, False, "rne", bf16),
+        ),
+        (ops.residual_add, (x.clone().requires_grad_(), wide.clone().requires_grad_(), True, "rne", bf16)),
+        (ops.residual_add, (wide.clone().requires_grad_(), wide.clone().requires_grad_(), False, "rne", bf16)),
+        (ops.round_to, (wide.clone().requires_grad_(), "rne", bf16)),
+        (ops.round_to, (x.clone().requires_grad_(), "rne", bf16)),
+    ]
+
+
+@pytest.mark.parametrize("number", range(len(samples())))
+def test_op_is_registered_correctly(number: int) -> None:
+    op, arguments = samples()[number]
+    torch.library.opcheck(op, arguments)
+
+
+@dtypes
+@pytest.mark.parametrize("layouts", itertools.product(LAYOUTS, LAYOUTS), ids="-".join)
+def test_layouts_change_no_bit_and_are_kept(dtype: torch.dtype, layouts: tuple[str, str]) -> None:
+    """Outputs and gradients have their first argument's strides, as the fake kernels promise the compiler."""
+    plain = [random((2, 3, 4, 16), dtype, seed) for seed in (0, 1)]
+    weight, grad = random((16,), dtype, 2), random((2, 3, 4, 16), dtype, 3)
+
+    def run(first: Tensor, second: Tensor) -> list[Tensor]:
+        first, second = first.detach().requires_grad_(), second.detach().requires_grad_()
+        gated_out = ops.gated_act(first, second, "silu", True, "fp32", "rne")
+        normed, carry, _ = ops.add_rms_norm(first, second, weight, EPS, "never", False, True, True, "rne", dtype)
+        added = ops.residual_add(first, second, True, "rne", dtype)
+        outputs = [gated_out, normed, carry, added]
+        return outputs + list(torch.autograd.grad(outputs, (first, second), [grad] * 4))
+
+    inputs = [laid_out(x, layout) for x, layout in zip(plain, layouts, strict=True)]
+    for number, (actual, expected) in enumerate(zip(run(*inputs), run(*plain), strict=True)):
+        assert torch.equal(actual, expected)
+        if number < 4:
+            assert actual.stride() == torch.empty_like(inputs[0]).stride()
