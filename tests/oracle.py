@@ -132,10 +132,11 @@ def _activation(x: F32, act: str, nudge: int) -> F32:
     if act == "silu":
         return x / (one + _moved(np.exp(-wide), nudge))
     if act == "gelu":
-        erf = np.vectorize(math.erf, otypes=[np.float64])(wide / math.sqrt(2))
-        return half * x * (one + _moved(erf, nudge))
-    inner = math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3)
-    return half * x * (one + _moved(np.tanh(inner), nudge))
+        inner = np.vectorize(math.erf, otypes=[np.float64])(wide / math.sqrt(2))
+    else:
+        inner = np.tanh(math.sqrt(2 / math.pi) * (wide + 0.044715 * wide**3))
+    # A kernel that fuses x * (1 + inner) may miss the last bit or two of the product as well.
+    return half * x * (one + _moved(inner, nudge)) * np.float32(1 + np.sign(nudge) * 2.0**-22)
 
 
 def gated_act(gate: F32, up: F32, act: str, code: str, fmt: Format, cast: str, nudge: int = 0) -> Bits:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 from hypothesis import strategies as st
@@ -64,7 +62,7 @@ def schedules(draw: st.DrawFn) -> RoundingSchedule:
     )
 
 
-SPECIAL = (0.0, -0.0, 1.0, -1.0, 3.0e38, -3.0e38, 65504.0, 1e-30, -1e-39, 6e-8, -1e-45, float("inf"), float("-inf"), float("nan"))
+SPECIAL = (0.0, -0.0, 1.0, -1.0, 3e38, -3e38, 65504.0, 1e-30, -1e-39, 6e-8, -1e-45, float("inf"), -float("inf"), float("nan"))
 
 
 @st.composite
@@ -91,8 +89,3 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
     if layout == "sliced":
         return torch.cat((x, x), dim=-1)[..., : x.shape[-1]]
     return x.contiguous()
-
-
-def flipped(value: Any, options: tuple[Any, ...]) -> Any:
-    """Another of the options."""
-    return next(option for option in options if option != value)

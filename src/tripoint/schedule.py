@@ -399,7 +399,7 @@ class Difference:
         return "norm" if self.field == "carry" else self.field.split(".")[0]  # type: ignore[return-value]
 
     def __str__(self) -> str:
-        return f"{self.field}: {_value_text(self.left)} | {_value_text(self.right)}"
+        return f"{self.field}: {value_text(self.left)} | {value_text(self.right)}"
 
 
 def diff(left: RoundingSchedule, right: RoundingSchedule) -> list[Difference]:
@@ -424,7 +424,8 @@ def _carry_text(carry: Carry) -> str:
     return f"[{','.join(map(str, carry))}]" if isinstance(carry, tuple) else str(carry)
 
 
-def _value_text(value: object) -> str:
+def value_text(value: object) -> str:
+    """A field's value as the grammar writes it."""
     return _carry_text(value) if isinstance(value, tuple) else str(value).lower() if isinstance(value, bool) else str(value)
 
 

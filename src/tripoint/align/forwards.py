@@ -29,13 +29,19 @@ from tripoint.schedule import NormRounding, QkNormRounding, RoundingSchedule
 # instance's own `forward` replaces: there it is ours to do.
 _CHECKPOINTS_IN_CALL = "__call__" in vars(GradientCheckpointingLayer)
 
+# What transformers passes to a layer it checkpoints: a cache would be written a second time when the layer is replayed.
+_WITHOUT_CACHE: dict[str, Any] = {"cache": None, "past_key_values": None, "use_cache": False}
 
-def compute_dtype(weight: Tensor) -> torch.dtype:
-    """The dtype a module rounds to: its weights', or under autocast with FP32 weights the autocast dtype."""
-    device = weight.device.type
-    if weight.dtype == torch.float32 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return weight.dtype
+
+def compute_dtype(held: torch.dtype, x: Tensor) -> torch.dtype | None:
+    """What a module that holds its numbers in dtype `held` rounds to: `held`, or the autocast dtype where that is FP32.
+
+    None if that is no 16-bit dtype, so that nothing is rounded. `x` tells the device.
+    """
+    device = x.device.type
+    if held == torch.float32 and torch.is_autocast_enabled(device):
+        held = torch.get_autocast_dtype(device)
+    return held if held in (torch.bfloat16, torch.float16) else None
 
 
 class AlignedForward:
@@ -57,8 +63,22 @@ class AlignedForward:
         return type(self.module).forward(self.module, *args, **kwargs)
 
 
+class Carry:
+    """Where a norm leaves the residual sum for the next add, and whether that is rounded.
+
+    The norm still returns one tensor to whoever hooks it. This is no list or tuple, which accelerate and FSDP copy on the way
+    into a module.
+    """
+
+    total: Tensor
+
+    def __init__(self, rounded: bool) -> None:
+        self.rounded = rounded
+
+
 class AlignedNorm(AlignedForward):
-    """RMSNorm, alone or after a residual add. `site` is input, post_attention, final or qk."""
+    """RMSNorm, alone or after a residual add. `site` is input, post_attention, final or qk; `of_sum`: its input is a sum that
+    the layer before has left unrounded where the site's schedule wants it so."""
 
     def __init__(
         self,
@@ -67,44 +87,43 @@ class AlignedNorm(AlignedForward):
         replaced: Callable[..., Any] | None,
         schedule: RoundingSchedule,
         site: str,
+        of_sum: bool,
     ) -> None:
         super().__init__(module, name, replaced, schedule)
         self.rounding: NormRounding | QkNormRounding = getattr(schedule.norm, site)
+        # A QK-norm has no sum in front of it to round; the other norms' outputs are rounded for the GEMMs they go into.
+        qk = isinstance(self.rounding, QkNormRounding)
+        self.sum_round = "before_var" if qk else self.rounding.sum_round
+        self.out_round = self.rounding.out_round if qk else True
+        self.of_unrounded_sum = of_sum and self.sum_round != "before_var"
 
-    def __call__(
-        self,
-        hidden_states: Tensor,
-        residual: Tensor | None = None,
-        carry: list[Tensor] | None = None,
-        carry_round: bool | None = None,
-    ) -> Tensor:
-        """The normalised `hidden_states + residual`. The sum for the next add is appended to `carry`, so that the module
-        still returns one tensor to whoever hooks it."""
+    def forward(self, hidden_states: Tensor, *, residual: Tensor | None = None, carry: Carry | None = None) -> Tensor:
+        """The normalised `hidden_states + residual`."""
         weight: Tensor = self.module.weight  # type: ignore[assignment]
-        dtype = compute_dtype(weight)
-        if dtype == torch.float32:
+        dtype = compute_dtype(weight.dtype, hidden_states)
+        if dtype is None:
+            if carry is not None:
+                raise RuntimeError(f"{self.name}: its weight is {weight.dtype}, but its layer computes in 16 bits; give all norms one dtype")
             return self.unaligned(hidden_states)
+        if self.of_unrounded_sum:
+            _require_fp32(hidden_states, self.name, "the residual sum")
         if weight.dtype != dtype:
             weight = ops.round_to(weight, "rne", dtype)
-        rounding = self.rounding
-        # A QK-norm has no sum in front of it to round; the other norms' outputs are rounded for the GEMMs they go into.
-        sum_round = "before_var" if isinstance(rounding, QkNormRounding) else rounding.sum_round
-        out_round = rounding.out_round if isinstance(rounding, QkNormRounding) else True
         eps: float = self.module.variance_epsilon  # type: ignore[assignment]
         out, total, _ = ops.add_rms_norm(
             hidden_states,
             residual,
             weight,
             eps,
-            sum_round,
-            rounding.norm_round,
-            out_round,
-            carry_round,
-            rounding.cast,
+            self.sum_round,
+            self.rounding.norm_round,
+            self.out_round,
+            None if carry is None else carry.rounded,
+            self.rounding.cast,
             dtype,
         )
         if carry is not None:
-            carry.append(total)
+            carry.total = total
         return out
 
 
@@ -122,23 +141,21 @@ class AlignedGatedMLP(AlignedForward):
         super().__init__(module, name, replaced, schedule)
         self.act = act
 
-    def __call__(self, x: Tensor) -> Tensor:
-        mlp = self.module
-        gate, up = mlp.gate_proj(x), mlp.up_proj(x)  # type: ignore[operator]
-        if gate.dtype == torch.float32:
-            return mlp.down_proj(mlp.act_fn(gate) * up)  # type: ignore[operator]
+    def forward(self, x: Tensor) -> Tensor:
+        if compute_dtype(x.dtype, x) is None:
+            return self.unaligned(x)
+        mlp: Any = self.module
         rounding = self.schedule.swiglu
-        return mlp.down_proj(  # type: ignore[operator]
-            ops.gated_act(gate, up, self.act, rounding.silu_round, rounding.sig, rounding.cast)
-        )
+        product = ops.gated_act(mlp.gate_proj(x), mlp.up_proj(x), self.act, rounding.silu_round, rounding.sig, rounding.cast)
+        return mlp.down_proj(product)
 
 
 class AlignedRotaryEmbedding(AlignedForward):
     """The cos and sin tables in FP32; whether they are rounded is decided where they are applied."""
 
-    def __call__(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
         angle = self.schedule.rope.angle
-        if angle == "pos*inv" or compute_dtype(x) == torch.float32:
+        if angle == "pos*inv" or compute_dtype(x.dtype, x) is None:
             # transformers' own table, which it casts to the dtype of its first argument.
             return self.unaligned(x.new_empty(0, dtype=torch.float32), position_ids)
         config: Any = self.module.config
@@ -176,7 +193,7 @@ class AlignedAttention(AlignedForward):
         self.__dict__.update(state)
         self._build()
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._forward(self.module, *args, **kwargs)
 
     def _rotate(
@@ -188,14 +205,15 @@ class AlignedAttention(AlignedForward):
         sin: Tensor,
         unsqueeze_dim: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        dtype = query.dtype
-        if dtype == torch.float32 and hasattr(self.module, "q_norm"):
-            dtype = compute_dtype(self.module.q_norm.weight)  # type: ignore[arg-type, union-attr]
-        if dtype == torch.float32:
+        # A QK-norm may leave query and key in FP32 for us to round.
+        held = self.module.q_norm.weight if hasattr(self.module, "q_norm") else query  # type: ignore[union-attr]
+        dtype = compute_dtype(held.dtype, query)  # type: ignore[arg-type]
+        if dtype is None:
             return unaligned(query, key, cos, sin, unsqueeze_dim)
-        _require_fp32(cos, self.name, "the RoPE table")
-        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
         rounding = self.schedule.rope
+        if rounding.table == "fp32" or rounding.cast != "rne":
+            _require_fp32(cos, self.name, "the RoPE table")
+        cos, sin = cos.float().unsqueeze(unsqueeze_dim), sin.float().unsqueeze(unsqueeze_dim)
         return (
             ops.rope(query, cos, sin, rounding.table, rounding.compute, rounding.cast, dtype),
             ops.rope(key, cos, sin, rounding.table, rounding.compute, rounding.cast, dtype),
@@ -218,46 +236,39 @@ class AlignedDecoderLayer(AlignedForward):
         last: bool,
     ) -> None:
         super().__init__(module, name, replaced, schedule)
-        self.index = index
-        self.own = schedule.norm.input
+        # No `index` is kept: layers that differ in nothing else share one compiled graph.
+        self.first = index == 0
         self.following = schedule.norm.final if last else schedule.norm.input
         self.rounds_incoming = schedule.carry_rounds(2 * index - 1)
         self.rounds_attention = schedule.carry_rounds(2 * index)
 
-    def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         layer: Any = self.module
-        if compute_dtype(layer.input_layernorm.weight) == torch.float32:
+        dtype = compute_dtype(layer.input_layernorm.weight.dtype, hidden_states)
+        if dtype is None:
             return self.unaligned(hidden_states, *args, **kwargs)
         if not _CHECKPOINTS_IN_CALL and layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
-            # As transformers does: a cache would be written a second time when the layer is replayed.
-            kwargs |= {name: None for name in ("cache", "past_key_values") if name in kwargs} | {"use_cache": False}
-            run = functools.partial(self._run, **kwargs)
-            return layer._gradient_checkpointing_func(run, hidden_states, *args)
-        return self._run(hidden_states, *args, **kwargs)
+            kwargs |= {name: value for name, value in _WITHOUT_CACHE.items() if name in kwargs}
+            return layer._gradient_checkpointing_func(functools.partial(self._run, dtype, **kwargs), hidden_states, *args)
+        return self._run(dtype, hidden_states, *args, **kwargs)
 
-    def _run(self, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
+    def _run(self, dtype: torch.dtype, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         layer: Any = self.module
-        dtype = compute_dtype(layer.input_layernorm.weight)
-        if self.index == 0:
-            if hidden_states.dtype != dtype:
-                # FP32 embeddings under autocast: what the BF16 model would have looked up.
-                hidden_states = ops.round_to(hidden_states, "rne", dtype)
-        elif self.own.sum_round != "before_var":
-            _require_fp32(hidden_states, self.name, "the residual sum")
-
-        if hidden_states.dtype == torch.float32 and self.rounds_incoming:
-            carry: list[Tensor] = []
-            normed = layer.input_layernorm(hidden_states, carry=carry, carry_round=True)
-            residual = carry.pop()
+        if self.first and hidden_states.dtype != dtype:
+            # FP32 embeddings under autocast: what the BF16 model would have looked up.
+            hidden_states = ops.round_to(hidden_states, "rne", dtype)
+        if hidden_states.dtype != dtype and self.rounds_incoming:
+            carry = Carry(rounded=True)
+            normed = layer.input_layernorm(hidden_states, carry=carry)
+            residual = carry.total
         else:
             normed, residual = layer.input_layernorm(hidden_states), hidden_states
         attended, _ = layer.self_attn(hidden_states=normed, attention_mask=attention_mask, **kwargs)
 
-        carry = []
-        normed = layer.post_attention_layernorm(attended, residual, carry, self.rounds_attention)
-        residual = carry.pop()
+        carry = Carry(rounded=self.rounds_attention)
+        normed = layer.post_attention_layernorm(attended, residual=residual, carry=carry)
         rounded = self.following.sum_round == "before_var"
-        return ops.residual_add(layer.mlp(normed), residual, rounded, self.following.cast, dtype)
+        return ops.residual_add(layer.mlp(normed), carry.total, rounded, self.following.cast, dtype)
 
 
 def forward_slot(module: nn.Module) -> str:
@@ -266,8 +277,8 @@ def forward_slot(module: nn.Module) -> str:
 
 
 def own_class(module: nn.Module) -> type[nn.Module]:
-    """The module's class as transformers wrote it: FSDP2 puts a subclass of its own in front."""
-    return next(cls for cls in type(module).__mro__ if "FSDP" not in cls.__name__)
+    """The module's class as its author wrote it: FSDP2 puts a subclass of its own in front."""
+    return next(cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.distributed."))
 
 
 def _require_fp32(tensor: Tensor, name: str, what: str) -> None:

@@ -115,14 +115,14 @@ def _install(place: Place, decoder: Decoder, schedule: RoundingSchedule) -> None
     if place.kind == "layer":
         forward = AlignedDecoderLayer(*common, index=place.index, last=place.index == decoder.layers - 1)
     elif place.kind == "norm":
-        forward = AlignedNorm(*common, site=place.site)
+        forward = AlignedNorm(*common, site=place.site, of_sum=place.site == "final" or (place.site == "input" and place.index > 0))
     elif place.kind == "mlp":
         forward = AlignedGatedMLP(*common, act=decoder.act)
     elif place.kind == "attention":
         forward = AlignedAttention(*common)
     else:
         forward = AlignedRotaryEmbedding(*common)
-    setattr(module, slot, forward)
+    setattr(module, slot, forward.forward)
 
 
 def _schedule_before(decoder: Decoder, model: nn.Module) -> RoundingSchedule:

@@ -12,15 +12,19 @@ from typing import Any
 
 import torch
 
-from tripoint.align import Alignment, align
+from tripoint.align import align
+from tripoint.align.model import Alignment
 from tripoint.drift.mismatch import Change, Measured, change, measure
 from tripoint.drift.prompts import prompt_ids
 from tripoint.drift.verdict import verdict
 from tripoint.errors import UsageError
+from tripoint.models import resolve_model
 from tripoint.stacks import Progress, Rollout, Stack, StackName, open_stack, parse_stack
+from tripoint.stacks.base import vocab_size
 from tripoint.stacks.hf import HFStack
 from tripoint.stacks.rollouts import read_rollouts
 
+SAMPLED_TOKENS = 8000
 MAX_COMPLETION = 128
 ALIGNABLE = ("hf", "emulated")
 PROFILE_MODES = {"": "", "eager": "/eager", "compile": "/compiled", "autocast": "/autocast"}
@@ -99,35 +103,37 @@ class Drift:
 
 
 def compare(
-    model: Path,
+    model: str,
     engine: str,
     trainer: str = "hf",
     *,
     to: str | None = None,
-    tokens: int = 8000,
+    tokens: int | None = None,
     seed: int = 0,
     stage: Stage = unwatched,
 ) -> Drift:
-    """Measure the mismatch of `trainer` against `engine` on about `tokens` completion tokens, before and after alignment.
+    """Measure the mismatch of `trainer` against `engine` on the engine's own tokens, before and after alignment.
 
-    `model`: a checkpoint's directory. `engine`, `trainer`: STACKs; the engine may be `rollouts:FILE`, whose tokens are all
-    used. `to`: the target of the alignment; by default what is documented for the engine (`emulated:X`: X). Only one of the
-    two stacks is loaded at a time. Raises UsageError for bad input and MeasurementError where nothing can be measured.
+    `model`: a directory, a hub id, or `smollm2`. `engine`, `trainer`: STACKs; the engine may be `rollouts:FILE`. `tokens`:
+    about how many completion tokens; by default `SAMPLED_TOKENS`, or all that are recorded. `to`: the target of the
+    alignment; by default what is documented for the engine (`emulated:X`: X). Only one of the two stacks is loaded at a
+    time. Raises UsageError for bad input and MeasurementError where nothing can be measured.
     """
     engine_name, trainer_name = parse_stack(engine), parse_stack(trainer)
     if trainer_name.kind not in ALIGNABLE:
         raise UsageError(f"trainer `{trainer}` cannot be aligned: it must be hf, hf:compile, hf:autocast or emulated:TARGET")
     if to is None:
         to = _documented_target(engine_name)
+    checkpoint = resolve_model(model)
     if to is not None:
-        _check_alignable(model, to)  # before minutes of sampling
+        _check_alignable(checkpoint, to)  # before minutes of sampling
     seconds: dict[str, float] = {}
     with _timed(seconds, "engine"):
-        rollouts, source, engine_side = _rollouts(model, engine_name, tokens, seed, stage)
+        rollouts, source, engine_side = _rollouts(checkpoint, engine_name, tokens, seed, stage)
     logprobs = [rollout.logprobs for rollout in rollouts if rollout.logprobs is not None]
 
-    with _timed(seconds, "trainer"), stage(f"loading {trainer}", 0):
-        stack = open_stack(trainer, model)
+    with _timed(seconds, "trainer"):
+        stack = open_stack(trainer, checkpoint)
     assert isinstance(stack, HFStack)
     with stack:
         with _timed(seconds, "trainer"):
@@ -140,7 +146,7 @@ def compare(
             aligned = Aligned(alignment, after, change(before, after))
         trainer_side = Side(trainer, stack.conditions(), stack.versions())
     summary = verdict(before, aligned.measured if aligned else None).sentence
-    return Drift(str(model), engine_side, trainer_side, source, before, aligned, summary, seconds)
+    return Drift(model, engine_side, trainer_side, source, before, aligned, summary, seconds)
 
 
 def _documented_target(engine: StackName) -> str | None:
@@ -162,21 +168,29 @@ def _check_alignable(model: Path, to: str) -> None:
         align(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), to=to)  # type: ignore[no-untyped-call]
 
 
-def _rollouts(model: Path, engine: StackName, tokens: int, seed: int, stage: Stage) -> tuple[list[Rollout], str, Side]:
+def _rollouts(
+    checkpoint: Path, engine: StackName, tokens: int | None, seed: int, stage: Stage
+) -> tuple[list[Rollout], str, Side]:
     """Rollouts with the engine's logprobs, where their prompts come from, and the engine."""
+    rollouts: list[Rollout] = []
+    found = 0
     if engine.kind == "rollouts":
-        rollouts = read_rollouts(Path(engine.detail))
+        for rollout in read_rollouts(Path(engine.detail), vocab_size(checkpoint)):
+            rollouts.append(rollout)
+            found += len(rollout.completion_ids)
+            if tokens is not None and found >= tokens:
+                break
         return rollouts, f"recorded in {engine.detail}", Side(str(engine), {}, {})
-    with stage(f"starting {engine}", 0):
-        stack = open_stack(str(engine), model)
-    with stack:
-        prompts, source = prompt_ids(model, stack.vocab_size)
-        rollouts = []
-        length = min(MAX_COMPLETION, -(-tokens // len(prompts)))
-        while (missing := tokens - sum(len(rollout.completion_ids) for rollout in rollouts)) > 0:
-            batch = prompts[: -(-missing // length)]
+    wanted = tokens or SAMPLED_TOKENS
+    with open_stack(str(engine), checkpoint) as stack:
+        prompts, source = prompt_ids(checkpoint, stack.vocab_size)
+        length = min(MAX_COMPLETION, -(-wanted // len(prompts)))
+        while found < wanted:
+            batch = prompts[: -(-(wanted - found) // length)]
             with stage(f"sampling from {engine}", len(batch)) as progress:
-                rollouts += stack.sample(batch, max_tokens=length, seed=seed + len(rollouts), progress=progress)
+                sampled = stack.sample(batch, max_tokens=length, seed=seed + len(rollouts), progress=progress)
+            rollouts += sampled
+            found += sum(len(rollout.completion_ids) for rollout in sampled)
         return rollouts, f"sampled at temperature 1 from {source}", Side(str(engine), stack.conditions(), stack.versions())
 
 

@@ -21,6 +21,7 @@ Floats = NDArray[np.float64]
 MIN_TOKENS = 200
 MIN_SEQUENCES = 8
 RESAMPLES = 2000
+MAX_NATS = 300.0  # beyond, squared importance ratios leave the range of FP64
 
 
 @dataclass(frozen=True)
@@ -99,15 +100,15 @@ def measure(engine: Sequence[Sequence[float]], trainer: Sequence[Sequence[float]
             f"give at least {MIN_TOKENS} tokens in {MIN_SEQUENCES} sequences"
         )
     logp_engine, logp_trainer = (np.concatenate([np.asarray(row, np.float64) for row in rows]) for rows in (engine, trainer))
-    for who, values in (("engine", logp_engine), ("trainer", logp_trainer)):
-        if bad := int(np.count_nonzero(~np.isfinite(values))):
+    for who, logp in (("engine", logp_engine), ("trainer", logp_trainer)):
+        if bad := int(np.count_nonzero(~np.isfinite(logp))):
             raise MeasurementError(f"the {who} gave {bad} of {tokens} tokens a log-probability that is not finite")
     d = logp_trainer - logp_engine
-    if d.max() > np.log(np.finfo(np.float64).max) / 2:
-        worst = int(d.argmax())
+    worst = int(np.abs(d).argmax())
+    if abs(d[worst]) > MAX_NATS:
         raise MeasurementError(
-            f"the engine sampled a token to which it gave log-probability {logp_engine[worst]:g}, against the trainer's "
-            f"{logp_trainer[worst]:g}: a placeholder rather than a log-probability?"
+            f"a token has log-probability {logp_engine[worst]:g} with the engine and {logp_trainer[worst]:g} with the trainer, "
+            "too far apart to compare: is one of them a placeholder?"
         )
     w = np.exp(d)
     probs_diff = np.abs(np.exp(logp_engine) - np.exp(logp_trainer))
@@ -118,12 +119,13 @@ def measure(engine: Sequence[Sequence[float]], trainer: Sequence[Sequence[float]
 
     rng = np.random.default_rng(0)
     counts = rng.multinomial(sequences, np.full(sequences, 1 / sequences), size=RESAMPLES)
-    values, resampled = _means(sums.sum(axis=0)), _means(counts @ sums)
+    resampled = _means(counts @ sums)
     maxima = {"max_abs": np.abs(d).max(), "max_ratio": w.max(), "rollout_probs_diff_max": probs_diff.max()}
+    values = _means(sums.sum(axis=0)) | maxima
     return Measured(
         tokens=tokens,
         sequences=sequences,
-        mismatch=Mismatch(**{name: float(value) for name, value in (values | maxima).items()}),
+        mismatch=Mismatch(**{name: float(value) for name, value in values.items()}),
         stderr={f.name: None if f.name in MAXIMA else float(resampled[f.name].std(ddof=1)) for f in fields(Mismatch)},
         resampled=resampled,
     )

@@ -7,7 +7,7 @@ from enum import Enum
 
 from tripoint.drift.mismatch import Change, Measured, change, plus_minus
 
-SIGMAS = 3.0
+SIGMAS = 3
 """A change of the mean |dlogp| counts as one when it is more than this many standard errors from zero."""
 
 
@@ -77,15 +77,16 @@ def _moved(outcome: Outcome, before: Measured, after: Measured, then: str) -> st
     match outcome:
         case Outcome.LOWERED:
             text = (
-                f"Alignment lowered the mean |dlogp| from {then} to {now} nats (change {by}), so part of the mismatch came from "
-                "the rounding points that it moved; what remains is rounding noise and any difference elsewhere, which raw "
-                "mismatch cannot tell apart."
+                f"Alignment lowered the mean |dlogp| from {then} to {now} nats (change {by}), so part of the mismatch came "
+                "from the rounding points that it moved; what remains is rounding noise and any difference elsewhere, "
+                "which raw mismatch cannot tell apart."
             )
         case Outcome.UNCHANGED:
             text = (
-                f"Alignment left the mean |dlogp| where it was, {then} before and {now} nats after (change {by}, within its "
-                "error), which does not show that it did nothing: in BF16 one ulp anywhere decorrelates all later roundings, "
-                "so raw mismatch has a floor of rounding noise under which a systematic part can come and go unseen."
+                f"Alignment did not measurably move the mean |dlogp|: {then} before, {now} nats after (change {by}, "
+                f"within {SIGMAS} standard errors), which does not show that it did nothing: in BF16 one ulp anywhere "
+                "decorrelates all later roundings, so raw mismatch has a floor of rounding noise under which a systematic "
+                "part can come and go."
             )
         case _:
             text = (

@@ -2,22 +2,29 @@
 
 A custom op is opaque to `torch.compile`. That is the point: Inductor drops roundings inside a region it compiles, explicit
 `.to(torch.bfloat16)` included, and here no rounding may be dropped or added. Backward passes are custom ops for the same
-reason. Argument meanings and shapes are those of `reference`.
+reason: they save the inputs in their own dtype, with one FP32 number per row for a norm, and compute the rest again.
+Argument meanings and shapes are those of `reference`; `backend` chooses whose kernels run.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tripoint.ops import reference
+from tripoint.ops.backend import backend_for
+
+
+def _of(tensor: Tensor) -> ModuleType:
+    """The kernels for a tensor."""
+    return backend_for(tensor.device)
 
 
 @torch.library.custom_op("tripoint::rope", mutates_args=())
 def rope(x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype) -> Tensor:
-    return reference.rope(x, cos, sin, table, compute, cast, dtype)
+    return _of(x).rope(x, cos, sin, table, compute, cast, dtype)
 
 
 @rope.register_fake
@@ -27,19 +34,22 @@ def _(x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, 
 
 @torch.library.custom_op("tripoint::rope_backward", mutates_args=())
 def rope_backward(
-    grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype
+    grad: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype, x_dtype: torch.dtype
 ) -> Tensor:
-    return reference.rope_backward(grad, x, cos, sin, table, compute, cast, dtype)
+    return _of(grad).rope_backward(grad, cos, sin, table, compute, cast, dtype, x_dtype)
 
 
 @rope_backward.register_fake
-def _(grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(grad, dtype=x.dtype)
+def _(
+    grad: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype, x_dtype: torch.dtype
+) -> Tensor:
+    return torch.empty_like(grad, dtype=x_dtype)
 
 
 def _rope_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, cos, sin, *ctx.settings = inputs
-    ctx.save_for_backward(x, cos, sin)
+    x, cos, sin, *settings = inputs
+    ctx.settings = (*settings, x.dtype)
+    ctx.save_for_backward(cos, sin)
 
 
 def _rope_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -51,7 +61,7 @@ rope.register_autograd(_rope_backward, setup_context=_rope_setup)
 
 @torch.library.custom_op("tripoint::gated_act", mutates_args=())
 def gated_act(gate: Tensor, up: Tensor, act: str, silu_round: bool, sig: str, cast: str) -> Tensor:
-    return reference.gated_act(gate, up, act, silu_round, sig, cast)
+    return _of(gate).gated_act(gate, up, act, silu_round, sig, cast)
 
 
 @gated_act.register_fake
@@ -63,7 +73,7 @@ def _(gate: Tensor, up: Tensor, act: str, silu_round: bool, sig: str, cast: str)
 def gated_act_backward(
     grad: Tensor, gate: Tensor, up: Tensor, act: str, silu_round: bool, sig: str, cast: str
 ) -> tuple[Tensor, Tensor]:
-    return reference.gated_act_backward(grad, gate, up, act, silu_round, sig, cast)
+    return _of(gate).gated_act_backward(grad, gate, up, act, silu_round, sig, cast)
 
 
 @gated_act_backward.register_fake
@@ -96,7 +106,7 @@ def add_rms_norm(
     cast: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return reference.add_rms_norm(x, residual, weight, eps, sum_round, norm_round, out_round, carry_round, cast, dtype)
+    return _of(x).add_rms_norm(x, residual, weight, eps, sum_round, norm_round, out_round, carry_round, cast, dtype)
 
 
 @add_rms_norm.register_fake
@@ -134,9 +144,12 @@ def add_rms_norm_backward(
     cast: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return reference.add_rms_norm_backward(
+    """`reference.add_rms_norm_backward`, but that one tensor stands for both gradients where the inputs share a dtype: the
+    gradient at `residual` is empty then, too."""
+    grad_x, grad_residual, grad_weight = _of(x).add_rms_norm_backward(
         grad_out, grad_carry, x, residual, weight, rstd, sum_round, norm_round, out_round, cast, dtype
     )
+    return grad_x, grad_residual if _separate_gradients(x, residual) else x.new_empty(0), grad_weight
 
 
 @add_rms_norm_backward.register_fake
@@ -153,15 +166,19 @@ def _(
     cast: str,
     dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    grad_residual = x.new_empty(0) if residual is None else torch.empty_like(residual)
+    separate = _separate_gradients(x, residual)
+    grad_residual = torch.empty_like(residual) if residual is not None and separate else x.new_empty(0)
     return torch.empty_like(x), grad_residual, torch.empty_like(weight)
 
 
+def _separate_gradients(x: Tensor, residual: Tensor | None) -> bool:
+    return residual is not None and residual.dtype != x.dtype
+
+
 def _add_rms_norm_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
-    x, residual, weight, _, sum_round, norm_round, out_round, _, cast, dtype = inputs
+    x, residual, weight, _, sum_round, norm_round, out_round, carry_round, cast, dtype = inputs
     ctx.settings = (sum_round, norm_round, out_round, cast, dtype)
-    ctx.has_residual = residual is not None
-    ctx.mark_non_differentiable(output[2])
+    ctx.mark_non_differentiable(*output[1 if carry_round is None else 2 :])
     # A carry that nobody uses (the last norm, QK-norms) has no gradient, rather than one of zeros.
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(x, residual, weight, output[2])
@@ -173,7 +190,11 @@ def _add_rms_norm_backward(ctx: Any, grad_out: Tensor | None, grad_carry: Tensor
     if grad_out is None:
         grad_out = torch.zeros_like(x, dtype=dtype if out_round else torch.float32)
     grad_x, grad_residual, grad_weight = add_rms_norm_backward(grad_out, grad_carry, x, residual, weight, rstd, *ctx.settings)
-    return grad_x, grad_residual if ctx.has_residual else None, grad_weight, *(None,) * 7
+    if residual is None:
+        grad_residual = None
+    elif not _separate_gradients(x, residual):
+        grad_residual = grad_x
+    return grad_x, grad_residual, grad_weight, *(None,) * 7
 
 
 add_rms_norm.register_autograd(_add_rms_norm_backward, setup_context=_add_rms_norm_setup)
@@ -181,7 +202,7 @@ add_rms_norm.register_autograd(_add_rms_norm_backward, setup_context=_add_rms_no
 
 @torch.library.custom_op("tripoint::residual_add", mutates_args=())
 def residual_add(x: Tensor, residual: Tensor, rounded: bool, cast: str, dtype: torch.dtype) -> Tensor:
-    return reference.residual_add(x, residual, rounded, cast, dtype)
+    return _of(x).residual_add(x, residual, rounded, cast, dtype)
 
 
 @residual_add.register_fake
@@ -192,7 +213,8 @@ def _(x: Tensor, residual: Tensor, rounded: bool, cast: str, dtype: torch.dtype)
 @torch.library.custom_op("tripoint::round_to", mutates_args=())
 def round_to(x: Tensor, cast: str, dtype: torch.dtype) -> Tensor:
     """`x` in `dtype`: a copy where it already is."""
-    return reference.cast_to(x, dtype, cast).clone()
+    rounded: Tensor = _of(x).cast_to(x, dtype, cast)
+    return rounded.clone() if rounded is x else rounded
 
 
 @round_to.register_fake

@@ -13,7 +13,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tripoint.ops.rounding import cast_to, fma, round_to
+from tripoint.ops.rounding import cast_like, cast_to, fma, round_to
 
 # -- RoPE -------------------------------------------------------------------------------------------------------------
 
@@ -35,17 +35,17 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: st
         out = fma(x32, cos, round_to(rotated * sin, dtype, cast))
     else:
         out = x32 * cos + rotated * sin
-    return torch.empty_like(x, dtype=dtype).copy_(cast_to(out, dtype, cast))
+    return cast_like(out, x, dtype, cast)
 
 
 def rope_backward(
-    grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype
+    grad: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype, x_dtype: torch.dtype
 ) -> Tensor:
-    """Gradient at `x`: the rotation by the opposite angle."""
+    """Gradient at an `x` of dtype `x_dtype`: the rotation by the opposite angle."""
     if table == "bf16":
         cos, sin = round_to(cos, dtype, cast), round_to(sin, dtype, cast)
-    stepwise = compute == "bf16" and x.dtype == dtype
-    return rope(grad, cos, -sin, "fp32", "bf16" if stepwise else "fp32", "rne", x.dtype)
+    stepwise = compute == "bf16" and x_dtype == dtype
+    return rope(grad, cos, -sin, "fp32", "bf16" if stepwise else "fp32", "rne", x_dtype)
 
 
 def rope_angles(position: Tensor, theta: float, head_dim: int, angle: str) -> Tensor:
@@ -104,7 +104,7 @@ def gated_act(gate: Tensor, up: Tensor, act: str, silu_round: bool, sig: str, ca
     activated = _silu_with_bf16_sigmoid(gate32, dtype, cast) if sig == "bf16" else _act(gate32, act)
     if silu_round:
         activated = round_to(activated, dtype, cast)
-    return cast_to(activated * up.float(), dtype, cast)
+    return cast_like(activated * up.float(), gate, dtype, cast)
 
 
 def gated_act_backward(
@@ -119,8 +119,8 @@ def gated_act_backward(
         activated = round_to(activated, dtype, cast)
         grad_activated = round_to(grad_activated, dtype, "rne")
     return (
-        cast_to(_act_backward(grad_activated, gate32, act), dtype, "rne"),
-        cast_to(grad32 * activated, dtype, "rne"),
+        cast_like(_act_backward(grad_activated, gate32, act), gate, dtype, "rne"),
+        cast_like(grad32 * activated, up, dtype, "rne"),
     )
 
 
@@ -161,8 +161,8 @@ def add_rms_norm(
     if carry_round is None:
         carry = x.new_empty(0)
     else:
-        carry = cast_to(total, dtype, cast) if carry_round else total.clone()
-    return cast_to(out, dtype, cast) if out_round else out, carry, rstd
+        carry = cast_like(total, x, dtype if carry_round else torch.float32, cast)
+    return cast_like(out, x, dtype if out_round else torch.float32, cast), carry, rstd
 
 
 def add_rms_norm_backward(
@@ -200,11 +200,10 @@ def add_rms_norm_backward(
     if grad_carry is not None:
         grad_total = grad_total + grad_carry.float()
     weight_in_dtype = cast_to(grad_weight.sum(tuple(range(x.dim() - 1))), weight.dtype, "rne")
-    grad_residual = grad_total.new_empty(0) if residual is None else cast_to(grad_total, residual.dtype, "rne")
-    return cast_to(grad_total, x.dtype, "rne"), grad_residual, weight_in_dtype
+    grad_residual = x.new_empty(0) if residual is None else cast_like(grad_total, residual, residual.dtype, "rne")
+    return cast_like(grad_total, x, x.dtype, "rne"), grad_residual, weight_in_dtype
 
 
 def residual_add(x: Tensor, residual: Tensor, rounded: bool, cast: str, dtype: torch.dtype) -> Tensor:
     """`residual + x` in FP32, or rounded to `dtype`."""
-    total = residual.float() + x.float()
-    return cast_to(total, dtype, cast) if rounded else total
+    return cast_like(residual.float() + x.float(), x, dtype if rounded else torch.float32, cast)

@@ -28,6 +28,11 @@ def round_to(x: Tensor, dtype: torch.dtype, cast: str) -> Tensor:
     return cast_to(x, dtype, cast).float()
 
 
+def cast_like(x: Tensor, template: Tensor, dtype: torch.dtype, cast: str) -> Tensor:
+    """`cast_to` into a new tensor laid out in memory like `template`, which is what the fake kernels promise the compiler."""
+    return torch.empty_like(template, dtype=dtype).copy_(cast_to(x, dtype, cast))
+
+
 def fma(x: Tensor, y: Tensor, z: Tensor) -> Tensor:
     """`x * y + z` in FP64, rounded to odd: rounded once more, it is what a fused multiply-add gives.
 

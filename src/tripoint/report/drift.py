@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from io import StringIO
 from pathlib import Path
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -16,28 +17,32 @@ from tripoint.drift.mismatch import plus_minus
 HTML_WIDTH = 120
 
 ROWS = {
-    "mean_abs": "mean |dlogp| (nats)",
-    "rms": "rms dlogp (nats)",
-    "max_abs": "max |dlogp| (nats)",
-    "k1": "k1 = -mean dlogp (nats)",
-    "k3": "k3 (nats)",
-    "ess": "effective sample size",
-    "max_ratio": "largest importance ratio",
-    "exact_fraction": "tokens exactly equal",
-    "rollout_probs_diff_mean": "verl rollout_probs_diff_mean",
-    "rollout_probs_diff_max": "verl rollout_probs_diff_max",
-    "token_mult_prob_error": "NeMo-RL token_mult_prob_error",
+    "mean_abs": "mean |dlogp|",
+    "rms": "rms dlogp",
+    "max_abs": "max |dlogp|",
+    "k1": "k1",
+    "k3": "k3",
+    "ess": "effective sample share",
+    "max_ratio": "largest ratio",
+    "exact_fraction": "share exactly equal",
+    "rollout_probs_diff_mean": "rollout_probs_diff_mean",
+    "rollout_probs_diff_max": "rollout_probs_diff_max",
+    "token_mult_prob_error": "token_mult_prob_error",
 }
+LEGEND = (
+    "dlogp = logp_trainer - logp_engine in nats, ± standard error; k1 = -mean(dlogp), k3 = mean(exp(dlogp) - 1 - dlogp); "
+    "ratio = exp(dlogp); rollout_probs_diff as verl logs it, token_mult_prob_error as NeMo-RL does."
+)
 
 
 def render(drift: Drift, *, detailed: bool) -> RenderableType:
     """The report. `detailed` (`diagnose`) adds what alignment changed and under which conditions it was measured."""
-    parts: list[RenderableType] = [_header(drift), _mismatch_table(drift)]
+    parts: list[RenderableType] = [_header(drift), _mismatch_table(drift), Text(LEGEND, style="dim")]
     if detailed:
         if drift.aligned is not None:
             parts.append(_alignment_table(drift.aligned))
         parts += [_conditions("engine", drift.engine), _conditions("trainer", drift.trainer)]
-        parts.append(Text("seconds: " + ", ".join(f"{what} {spent:.0f}" for what, spent in drift.seconds.items())))
+        parts.append(Text("seconds: " + ", ".join(f"{what} {spent:.0f}" for what, spent in drift.seconds.items()), style="dim"))
     parts += [Text(), Text(drift.summary, style="bold")]
     return Group(*parts)
 
@@ -47,7 +52,7 @@ def write_report(drift: Drift, directory: Path) -> list[Path]:
     directory.mkdir(parents=True, exist_ok=True)
     as_json, as_html = directory / "report.json", directory / "report.html"
     as_json.write_text(to_json(drift) + "\n", encoding="utf-8")
-    console = Console(record=True, width=HTML_WIDTH, quiet=True)
+    console = Console(record=True, width=HTML_WIDTH, file=StringIO())
     console.print(render(drift, detailed=True))
     as_html.write_text(console.export_html(inline_styles=True), encoding="utf-8")
     return [as_json, as_html]
@@ -71,32 +76,29 @@ def _header(drift: Drift) -> RenderableType:
 
 
 def _mismatch_table(drift: Drift) -> Table:
-    table = Table(title="trainer against engine, dlogp = logp_trainer - logp_engine, ± standard error", title_justify="left")
-    table.add_column()
-    table.add_column("before" if drift.aligned else "mismatch", justify="right")
-    if drift.aligned:
-        table.add_column("aligned", justify="right")
-        table.add_column("change", justify="right")
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    table.add_column("trainer against engine", no_wrap=True)
+    for heading in ("before", "aligned", "change") if drift.aligned else ("mismatch",):
+        table.add_column(heading, justify="right")
     for name, label in ROWS.items():
-        cells = [plus_minus(asdict(drift.before.mismatch)[name], drift.before.stderr[name])]
+        cells = [(getattr(drift.before.mismatch, name), drift.before.stderr[name])]
         if drift.aligned:
             after, change = drift.aligned.measured, drift.aligned.change[name]
-            cells += [plus_minus(asdict(after.mismatch)[name], after.stderr[name]), plus_minus(change.value, change.stderr)]
-        table.add_row(label, *cells)
+            cells += [(getattr(after.mismatch, name), after.stderr[name]), (change.value, change.stderr)]
+        table.add_row(label, *(plus_minus(*cell).replace(" ± ", "±") for cell in cells))  # the table fits 80 columns
     return table
 
 
 def _alignment_table(aligned: Aligned) -> Table:
     before, after = aligned.alignment.before, aligned.alignment.schedule
-    table = Table(title=f"what alignment changed: {before} -> {after}", title_justify="left")
-    for heading in ("operation", "before", "after"):
-        table.add_column(heading)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("what alignment changed", str(before), str(after)):
+        table.add_column(heading, no_wrap=True)
     table.add_column("sites", justify="right")
     for row in aligned.ops():
         unchanged = row["before"] == row["after"]
         table.add_row(row["op"], row["before"], row["after"], str(row["sites"]), style="dim" if unchanged else "")
-    for note in aligned.alignment.notes:
-        table.caption = f"{table.caption or ''}\nnote: {note}".strip()
+    table.caption = "\n".join(aligned.alignment.notes) or None
     return table
 
 

@@ -6,18 +6,16 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 
 @contextmanager
 def stage(what: str, total: int) -> Iterator[Callable[[int], None]]:
-    """Show one stretch of long work: a bar over `total` sequences, or a spinner where `total` is 0.
+    """A bar over one stretch of long work on `total` sequences. Yields what to call with the number just finished.
 
-    Yields what to call with the number of sequences just finished. Where stderr is no terminal, one line when it is done.
+    Where stderr is no terminal, one line when the work is done.
     """
-    count = (BarColumn(), MofNCompleteColumn()) if total else ()
-    columns = (SpinnerColumn(finished_text="✓"), TextColumn("{task.description}"), *count, TimeElapsedColumn())
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task(what, total=total or None)
+        task = progress.add_task(what, total=total)
         yield lambda done: progress.advance(task, done)
-        progress.update(task, total=max(total, 1), completed=max(total, 1))

@@ -12,9 +12,19 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from tripoint.errors import UsageError
-from tripoint.stacks.base import EngineOptions, Progress, Rollout, Stack, end_tokens
+from tripoint.stacks.base import EngineOptions, Progress, Rollout, Stack, end_tokens, vocab_size
 
-__all__ = ["EngineOptions", "Progress", "Rollout", "Stack", "StackName", "end_tokens", "open_stack", "parse_stack"]
+__all__ = [
+    "EngineOptions",
+    "Progress",
+    "Rollout",
+    "Stack",
+    "StackName",
+    "end_tokens",
+    "open_stack",
+    "parse_stack",
+    "vocab_size",
+]
 
 MODES = {"hf": ("", "compile", "autocast"), "vllm": ("", "eager")}
 GRAMMAR = "hf, hf:compile, hf:autocast, vllm, vllm:eager, emulated:TARGET, rollouts:FILE"
@@ -51,7 +61,7 @@ def open_stack(
     name: str,
     model: Path,
     *,
-    options: EngineOptions = EngineOptions(),
+    options: EngineOptions | None = None,
     device: str | None = None,
 ) -> Stack:
     """Load the checkpoint in directory `model` (see `tripoint.models.resolve_model`) into the stack called `name`.
@@ -73,5 +83,5 @@ def open_stack(
         case "vllm":
             from tripoint.stacks.vllm import VllmStack
 
-            return VllmStack(model, eager=stack.detail == "eager", options=options)
+            return VllmStack(model, eager=stack.detail == "eager", options=options or EngineOptions())
     raise UsageError(f"stack `{name}` is a recording: it can be the engine of `drift` and `diagnose`, but runs no model")

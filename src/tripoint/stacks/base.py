@@ -110,7 +110,9 @@ class Stack(ABC):
     def _check(self, sequences: Iterable[Sequence[int]]) -> None:
         """Raise unless the stack holds usable weights and every id is a token of the model."""
         if not self.weights_complete:
-            raise MeasurementError(f"stack `{self.name}`: its last load_weights failed, so it holds no complete weights: load again")
+            raise MeasurementError(
+                f"stack `{self.name}`: its last load_weights failed, so it holds no complete weights: load again"
+            )
         for number, ids in enumerate(sequences):
             if bad := next((i for i in ids if not 0 <= i < self.vocab_size), None):
                 raise UsageError(
@@ -126,6 +128,12 @@ class Stack(ABC):
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.close()
+
+
+def vocab_size(model: Path) -> int:
+    """How many tokens the checkpoint knows, by its config.json: token ids are below that."""
+    size: int = json.loads((model / "config.json").read_text())["vocab_size"]
+    return size
 
 
 def end_tokens(model: Path) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Our own ops as a stack: transformers with every rounding point where a schedule says, decoding with a KV cache as an engine does."""
+"""Our own ops as a stack: transformers rounding wherever a schedule says, decoding with a KV cache as an engine does."""
 
 from __future__ import annotations
 

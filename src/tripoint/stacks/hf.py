@@ -1,9 +1,11 @@
 """transformers, the trainer: eager BF16 (`hf`), compiled (`hf:compile`), or FP32 parameters under autocast (`hf:autocast`).
 
-How sequences are batched, everywhere in this module: only sequences of one length share a forward pass, so there is no padding
-and no attention mask. Masks and lengths alter bits. On SmolLM2-135M in BF16 (CPU, sdpa), batches of 2 to 16 sequences of one length give
-exactly the logits of one-by-one passes, while 20 tokens of padding move log-probabilities by up to 0.16 nats on the right
-(rms 0.01, at 150 tokens) and up to 0.30 on the left (rms 0.01 to 0.05). That is as large as what we want to measure.
+How sequences are batched for scoring: only sequences of one length share a forward pass, so there is no padding and no
+attention mask. Masks and lengths alter bits. On SmolLM2-135M in BF16 (CPU, sdpa), batches of 2 to 16 sequences of one length
+give exactly the logits of one-by-one passes, while 20 tokens of padding move log-probabilities by up to 0.16 nats on the right
+(rms 0.01, at 150 tokens) and up to 0.30 on the left (rms 0.01 to 0.05): as large as what is to be measured. When sampling,
+prompts are prefilled in the same way, then decoded together for speed, the KV caches of shorter ones padded on the left and
+masked: as in an engine, decoding is arithmetic of its own anyway.
 
 Log-probabilities are the FP32 log-softmax of the model's own logits, at completion tokens only.
 All passes run without gradients: `hf:compile` is the graph that Inductor makes for inference.
@@ -15,6 +17,7 @@ import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,7 @@ import torch
 import transformers
 
 from tripoint.errors import MeasurementError, UsageError
-from tripoint.stacks.base import Progress, Rollout, Stack, end_tokens
+from tripoint.stacks.base import Progress, Rollout, Stack, end_tokens, vocab_size
 
 BATCH_TOKENS = 4096  # per scoring pass: bounds the BF16 logits, 400 MB for a vocabulary of 49152
 BATCH_ROWS = 64  # sequences that are sampled together
@@ -44,12 +47,12 @@ class HFStack(Stack):
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         dtype = torch.float32 if mode == "autocast" else torch.bfloat16
         try:
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UsageError(f"transformers cannot load the checkpoint in `{model}`: {reason}") from error
-        self.model = loaded.to(self.device).eval()
-        self.vocab_size = self.model.config.vocab_size
+        self.model = loaded.to(self.device)
+        self.vocab_size = vocab_size(model)
         self.end_tokens = torch.tensor(end_tokens(model), device=self.device)
         # One graph for all lengths, so that no sequence is computed by other kernels than the rest.
         self._call: Callable[..., Any] = torch.compile(self.model, dynamic=True) if mode == "compile" else self.model
@@ -65,7 +68,9 @@ class HFStack(Stack):
     ) -> list[Rollout]:
         self._check(prompts)
         rollouts: dict[int, Rollout] = {}
-        for batch in _equal_lengths([len(prompt) for prompt in prompts], lambda _: BATCH_ROWS):
+        by_length = sorted(range(len(prompts)), key=lambda i: len(prompts[i]))  # the least padding
+        for start in range(0, len(prompts), BATCH_ROWS):
+            batch = by_length[start : start + BATCH_ROWS]
             sampled = self._sample_batch([prompts[i] for i in batch], [seed + i for i in batch], max_tokens, temperature)
             rollouts.update(zip(batch, sampled, strict=True))
             if progress:
@@ -131,48 +136,76 @@ class HFStack(Stack):
     def _score_batch(self, rollouts: list[Rollout]) -> list[list[float]]:
         """Rollouts whose prompt + completion have one length."""
         ids = torch.tensor([[*r.prompt_ids, *r.completion_ids] for r in rollouts], device=self.device)
-        longest = max(len(r.completion_ids) for r in rollouts)
-        # The last position predicts nothing that is asked, but is kept: slicing it off would shift the others' memory layout.
+        counts = [len(r.completion_ids) for r in rollouts]
+        longest = max(counts)
+        # The last of these positions predicts nothing that is asked; the completions' rows are the ones before it.
         logits = self._forward(ids, use_cache=False, logits_to_keep=longest + 1).logits
-        rows = torch.cat([torch.arange(longest - len(r.completion_ids), longest) for r in rollouts]).to(self.device)
-        owners = torch.repeat_interleave(torch.tensor([len(r.completion_ids) for r in rollouts])).to(self.device)
-        targets = torch.tensor([token for r in rollouts for token in r.completion_ids], device=self.device)
-        logprobs = torch.cat(
-            [
-                logits[owner, row].float().log_softmax(-1).gather(-1, target[:, None])[:, 0]
-                for owner, row, target in zip(
-                    owners.split(SOFTMAX_ROWS), rows.split(SOFTMAX_ROWS), targets.split(SOFTMAX_ROWS), strict=True
-                )
-            ]
-        )
-        return [part.tolist() for part in logprobs.cpu().split([len(r.completion_ids) for r in rollouts])]
+        owner = torch.tensor([i for i, n in enumerate(counts) for _ in range(n)], device=self.device)
+        row = torch.tensor([position for n in counts for position in range(longest - n, longest)], device=self.device)
+        token = torch.tensor([token for r in rollouts for token in r.completion_ids], device=self.device)
+        flat: list[float] = []
+        for start in range(0, len(token), SOFTMAX_ROWS):
+            part = slice(start, start + SOFTMAX_ROWS)
+            logprobs = logits[owner[part], row[part]].float().log_softmax(-1)
+            flat += logprobs.gather(-1, token[part, None])[:, 0].tolist()
+        remaining = iter(flat)
+        return [list(islice(remaining, n)) for n in counts]
 
     @torch.no_grad()
     def _sample_batch(
         self, prompts: list[Sequence[int]], seeds: list[int], max_tokens: int, temperature: float
     ) -> list[Rollout]:
-        """Prompts of one length, decoded together with a KV cache."""
+        """Prefill prompts of one length at a time, decode all together with a KV cache."""
         uniform = torch.stack(
             [torch.rand(max_tokens, generator=torch.Generator().manual_seed(s), dtype=torch.float64) for s in seeds]
         ).to(self.device)
-        cache = transformers.DynamicCache(config=self.model.config)
-        ids = torch.tensor([list(prompt) for prompt in prompts], device=self.device)
+        lengths = torch.tensor([len(prompt) for prompt in prompts], device=self.device)
+        logits, cache = self._prefill(prompts)
+        mask = None
+        if (lengths != lengths.max()).any():
+            mask = torch.arange(int(lengths.max()), device=self.device) >= lengths.max() - lengths[:, None]
         running = torch.ones(len(prompts), dtype=torch.bool, device=self.device)
-        tokens, logprobs, counts = [], [], torch.zeros(len(prompts), dtype=torch.long, device=self.device)
+        tokens, logprobs, counts = [], [], torch.zeros_like(lengths)
         for step in range(max_tokens):
-            logits = self._forward(ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1].float()
             token = _draw(logits, temperature, uniform[:, step])
             tokens.append(token)
             logprobs.append(logits.log_softmax(-1).gather(-1, token[:, None])[:, 0])
             counts += running
             running &= ~torch.isin(token, self.end_tokens)
-            if not running.any():
+            if not running.any() or step == max_tokens - 1:
                 break
-            ids = token[:, None]
-        rows = zip(
-            prompts, torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist(), counts.tolist(), strict=True
-        )
+            if mask is not None:
+                mask = torch.nn.functional.pad(mask, (0, 1), value=True)
+            logits = self._next_logits(token[:, None], cache, attention_mask=mask, position_ids=(lengths + step)[:, None])
+        rows = zip(prompts, torch.stack(tokens, 1).tolist(), torch.stack(logprobs, 1).tolist(), counts.tolist(), strict=True)
         return [Rollout(tuple(prompt), tuple(token[:n]), tuple(logprob[:n])) for prompt, token, logprob, n in rows]
+
+    def _prefill(self, prompts: list[Sequence[int]]) -> tuple[torch.Tensor, transformers.DynamicCache]:
+        """FP32 logits (batch, vocabulary) after each prompt, and the KV cache of all, zeros on the left of the shorter ones."""
+        parts: list[tuple[list[int], torch.Tensor, transformers.DynamicCache]] = []
+        for group in _equal_lengths([len(prompt) for prompt in prompts], lambda length: max(1, BATCH_TOKENS // length)):
+            ids = torch.tensor([list(prompts[i]) for i in group], device=self.device)
+            part = transformers.DynamicCache(config=self.model.config)
+            parts.append((group, self._next_logits(ids, part), part))
+        if len(parts) == 1:
+            return parts[0][1:]
+        order = torch.tensor([i for group, _, _ in parts for i in group], device=self.device).argsort()
+        longest = max(map(len, prompts))
+
+        def together(tensors: list[torch.Tensor]) -> torch.Tensor:  # (batch, KV heads, length, head_dim) each
+            padded = [torch.nn.functional.pad(t, (0, 0, longest - t.shape[-2], 0)) for t in tensors]
+            return torch.cat(padded)[order]
+
+        cache = transformers.DynamicCache(config=self.model.config)
+        for layer in range(len(parts[0][2].layers)):
+            layers: list[Any] = [part.layers[layer] for _, _, part in parts]
+            cache.update(together([kv.keys for kv in layers]), together([kv.values for kv in layers]), layer)
+        return torch.cat([logits for _, logits, _ in parts])[order], cache
+
+    def _next_logits(self, ids: torch.Tensor, cache: transformers.DynamicCache, **options: Any) -> torch.Tensor:
+        """FP32 logits (batch, vocabulary) for the token after `ids` (batch, new tokens), which are added to `cache`."""
+        out = self._forward(ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **options)
+        return out.logits[:, -1].float()
 
 
 def _draw(logits: torch.Tensor, temperature: float, uniform: torch.Tensor) -> torch.Tensor:

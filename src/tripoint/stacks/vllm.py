@@ -1,10 +1,10 @@
 """vLLM, the engine: `vllm` compiles as it does by default, `vllm:eager` runs with `enforce_eager`.
 
-vLLM owns global state and may die, so it lives in a process of its own (`vllm_worker`), which is killed with all it started when
-the stack is closed, when its start is interrupted, and when this process goes away. Its output is kept in a log file.
+vLLM owns global state and may die, so it lives in a process of its own (`vllm_worker`), which is killed with all it started
+when the stack is closed, when its start is interrupted, and when this process goes away. Its output is kept in a log file.
 
-Scoring asks for prompt log-probabilities of prompt + completion, so all tokens are prefilled as they come: vLLM batches sequences
-without padding, and which share a step is its scheduler's choice.
+Scoring asks for the prompt log-probabilities of prompt + completion. vLLM batches sequences without padding, and which of them
+share a step is its scheduler's choice.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from multiprocessing import Pipe
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +31,7 @@ from safetensors.torch import save_file
 
 from tripoint.errors import MeasurementError, UsageError
 from tripoint.models import cache_dir
-from tripoint.stacks.base import EngineOptions, Progress, Rollout, Stack, end_tokens
+from tripoint.stacks.base import EngineOptions, Progress, Rollout, Stack, end_tokens, vocab_size
 
 LOG_TAIL = 15
 ENVIRONMENT = {  # set unless the user did
@@ -48,7 +47,7 @@ class VllmStack(Stack):
 
     log: Path
 
-    def __init__(self, model: Path, *, eager: bool = False, options: EngineOptions = EngineOptions()) -> None:  # noqa: B008
+    def __init__(self, model: Path, *, eager: bool = False, options: EngineOptions) -> None:
         """Start vLLM on the checkpoint in directory `model`, which takes from 10 seconds (eager) to a few minutes (compiled).
 
         Raises UsageError if vLLM is not installed, MeasurementError (with the end of the log) if it does not start.
@@ -57,7 +56,7 @@ class VllmStack(Stack):
             raise UsageError("stack `vllm` is not installed here: `pip install 'tripoint[vllm]'`")
         self.name = "vllm:eager" if eager else "vllm"
         config = json.loads((model / "config.json").read_text())
-        self.vocab_size = config["vocab_size"]
+        self.vocab_size = vocab_size(model)
         self._end_tokens = list(end_tokens(model))
         self._shapes = _checkpoint_shapes(model)
         self._tied = bool(config.get("tie_word_embeddings"))
@@ -146,10 +145,8 @@ class VllmStack(Stack):
         if self._process is None:
             return
         self._connection.close()
-        try:
+        with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self._process.wait()
         self._process = None
 
@@ -168,29 +165,76 @@ class VllmStack(Stack):
         descriptor = far_end.fileno()
         with self.log.open("wb") as log, far_end:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tripoint.stacks.vllm_worker", str(descriptor), str(os.getpid())],
+                [sys.executable, "-P", "-m", "tripoint.stacks.vllm_worker", str(descriptor), str(os.getpid())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env=ENVIRONMENT | os.environ,
                 pass_fds=[descriptor],
-                start_new_session=True,  # Ctrl-C is ours to handle; and the session's process group can be killed as one
+                start_new_session=True,  # Ctrl-C is ours to handle, and the engine's processes can be killed as one group
             )
 
     def _start(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Start the engine, showing how long that takes and what it last said."""
         console, begun = Console(stderr=True), time.monotonic()
-        label = f"starting {self.name}, log in {self.log}"
+        label = escape(f"starting {self.name}, its log is {self.log}")
         if not console.is_terminal:
-            console.print(escape(label), soft_wrap=True)
-        with console.status(escape(label)) as status:
+            console.print(label, soft_wrap=True)
+        with console.status(label) as status:
 
-            def waiting() -> None:
-                last = escape(" ".join(self._log_tail(1)))
-                status.update(f"{escape(label)}: {time.monotonic() - begun:.0f} s [dim]{last}[/dim]")
+            def show() -> None:
+                said = escape(" ".join(self._log_end(1)))
+                status.update(f"{label}: {time.monotonic() - begun:.0f} s [dim]{said}[/dim]")
 
-            about: dict[str, Any] = self._ask("start", waiting=waiting, arguments=arguments)
+            about: dict[str, Any] = self._ask("start", arguments=arguments, waiting=show)
         return about
 
-    def _ask(self, method: str, progress: Progress | None = None, waiting: Any = None, /, **arguments: Any) -> Any:
-        """Have the worker do `method`, and return what it answers."""
-        raise SystemError
+    def _ask(
+        self, method: str, progress: Progress | None = None, *, waiting: Callable[[], None] | None = None, **arguments: Any
+    ) -> Any:
+        """Have the worker do `method` and return what it answers. `waiting` is called four times a second meanwhile."""
+        if self._process is None:
+            raise MeasurementError(f"stack `{self.name}` has ended: open it again")
+        try:
+            self._connection.send((method, arguments))
+            while True:
+                while not self._connection.poll(0.25):
+                    if waiting:
+                        waiting()
+                    if self._process.poll() is not None and not self._connection.poll():
+                        raise EOFError
+                kind, value = self._connection.recv()
+                if kind == "done":
+                    return value
+                if kind == "failed":
+                    break
+                if progress:
+                    progress(value)
+        except (EOFError, OSError) as error:
+            self.close()
+            raise self._failure(f"died during `{method}`") from error
+        except BaseException:  # such as Ctrl-C: the answer is still to come, and would be taken for that to the next question
+            self.close()
+            raise
+        if method != "load_weights":  # which can be repeated, whereas requests left half done would mix with the next ones
+            self.close()
+        raise self._failure(f"failed during `{method}`: {value}")
+
+    def _failure(self, what: str) -> MeasurementError:
+        return MeasurementError(
+            "\n".join([f"stack `{self.name}` {what}. The end of its log {self.log}:", *self._log_end(LOG_TAIL)])
+        )
+
+    def _log_end(self, lines: int) -> list[str]:
+        with self.log.open("rb") as log:
+            log.seek(max(0, self.log.stat().st_size - 16384))
+            return log.read().decode(errors="replace").splitlines()[-lines:]
+
+
+def _checkpoint_shapes(model: Path) -> dict[str, tuple[int, ...]]:
+    """The name and shape of every weight in the checkpoint."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(model.glob("*.safetensors")):
+        with safe_open(file, framework="numpy") as weights:
+            shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118 (no dict)
+    return shapes

@@ -1,4 +1,4 @@
-"""The process that owns a vLLM engine. Started by `tripoint.stacks.vllm`, which it serves over one connection until told to stop.
+"""The process that owns a vLLM engine. `tripoint.stacks.vllm` starts it, and asks it over one connection until it hangs up.
 
 Requests are `(method, arguments)`; each is answered by any number of `("progress", sequences)` and one `("done", result)` or
 `("failed", reason)`. Standard output and error are the engine's log, never part of the answer.

@@ -1,0 +1,224 @@
+"""The loop: warm-up by imitation, then sample with the engine, update with the trainer, copy the weights, again."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from filelock import FileLock
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.nn.utils import parameters_to_vector
+from transformers import DynamicCache, PreTrainedModel
+
+from experiments.collapse import pocket, sides, task
+from experiments.collapse.arms import ARMS, Arm, arm_named
+from experiments.collapse.spec import Run
+from tripoint.errors import MeasurementError
+
+PROMPTS_PER_UPDATE, SAMPLES = 16, 8
+SFT_BATCH, SFT_LR, SFT_TARGET, SFT_MOST_UPDATES = 128, 1e-3, 0.34, 6000
+TIS_LIMIT = 2.0
+BIAS_EVERY = 20
+
+
+# -- warm-up ----------------------------------------------------------------------------------------------------------
+
+
+def warmed_up(run: Run, directory: Path) -> list[Tensor]:
+    """FP32 weights after the warm-up of `run`, made once and kept in `directory`.
+
+    Trained on fresh problems in FP32, so that no schedule is favoured, until the engine answers `SFT_TARGET` of the fixed
+    prompts right when sampling.
+    """
+    path = directory / f"{run.shape}-keys{run.key_size:g}-{run.sft_seed}.safetensors"
+    directory.mkdir(parents=True, exist_ok=True)
+    with FileLock(path.with_suffix(".lock")):
+        if not path.exists():
+            weights = _warm_up(run)
+            unfinished = path.with_suffix(".unfinished")
+            save_file({f"{i:03}": weight for i, weight in enumerate(weights)}, unfinished)
+            unfinished.rename(path)
+    return [weight for _, weight in sorted(load_file(path).items())]
+
+
+def _warm_up(run: Run) -> list[Tensor]:
+    model = pocket.build(run.shape, torch.float32)
+    pocket.initialise(model, run.key_size, run.sft_seed)
+    engine = sides.build_engine(ARMS["all"], run.shape)
+    generator = torch.Generator().manual_seed(run.sft_seed)
+    optimizer = torch.optim.Adam(model.parameters(), lr=SFT_LR, fused=True)
+    prompts = task.training_prompts()
+    for update in range(SFT_MOST_UPDATES):
+        if update % 20 == 0:
+            pocket.copy_weights(engine, list(model.parameters()))
+            uniform = torch.rand(task.LENGTH, len(prompts), generator=generator, dtype=torch.float64)
+            if task.reward(prompts, sample(engine, prompts, uniform)[0]).mean() >= SFT_TARGET:
+                return [parameter.detach().clone() for parameter in model.parameters()]
+        batch = task.problems(SFT_BATCH, generator)
+        completions = task.answers(batch)
+        loss = -logprobs_of(completion_logits(model, batch, completions), completions).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    raise MeasurementError(f"{run.shape}, keys {run.key_size:g}: not warmed up after {SFT_MOST_UPDATES} updates")
+
+
+# -- both sides -------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def sample(engine: PreTrainedModel, prompts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Completions [batch, LENGTH] of `prompts`, their log-probabilities and the entropies, in nats, of each position.
+
+    Decodes with a KV cache. `uniform` [LENGTH, batch] in [0, 1), FP64, decides: each token is where the distribution function
+    passes it.
+    """
+    cache = DynamicCache(config=engine.config)
+    ids, tokens, logprobs, entropies = prompts, [], [], []
+    for position_uniform in uniform:
+        logits = engine(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
+        every = logits.double().log_softmax(-1)
+        below = every.exp().cumsum(-1)
+        ids = torch.searchsorted(below, position_uniform[:, None] * below[:, -1:], right=True)
+        tokens.append(ids)
+        logprobs.append(every.gather(-1, ids))
+        entropies.append(-(every.exp() * every).sum(-1, keepdim=True))
+    return torch.cat(tokens, 1), torch.cat(logprobs, 1), torch.cat(entropies, 1)
+
+
+def completion_logits(model: PreTrainedModel, prompts: Tensor, completions: Tensor) -> Tensor:
+    """Logits [batch, LENGTH, VOCABULARY], FP64, that predict `completions`, in one pass over the whole sequences."""
+    ids = torch.cat((prompts, completions[:, :-1]), dim=1)
+    return model(input_ids=ids, use_cache=False, logits_to_keep=completions.shape[1]).logits.double()
+
+
+def logprobs_of(logits: Tensor, completions: Tensor) -> Tensor:
+    return logits.log_softmax(-1).gather(-1, completions[..., None])[..., 0]
+
+
+def policy_logits(
+    arm: Arm, trainer: PreTrainedModel, engine: PreTrainedModel, noise: torch.Generator, prompts: Tensor, completions: Tensor
+) -> tuple[Tensor, PreTrainedModel]:
+    """The logits that the arm's loss sees, and the model whose parameters its gradient reaches."""
+    if arm.split is None and arm.noise != "logits":
+        return completion_logits(trainer, prompts, completions), trainer
+    trainer_logits, engine_logits = (completion_logits(model, prompts, completions) for model in (trainer, engine))
+    if arm.noise == "logits":
+        return sides.moved_at_random(engine_logits, trainer_logits, noise), engine
+    if arm.split == "aligned forward":
+        return engine_logits.detach() + (trainer_logits - trainer_logits.detach()), trainer
+    return trainer_logits.detach() + (engine_logits - engine_logits.detach()), engine
+
+
+# -- reinforcement learning -------------------------------------------------------------------------------------------
+
+
+def advantages(run: Run, rewards: Tensor) -> Tensor:
+    """One advantage per completion, from rewards [prompts * SAMPLES], samples of a prompt next to each other."""
+    if run.advantage == "negative":
+        return rewards - 1.0 + run.offset
+    if run.advantage == "signed":
+        return 2.0 * rewards - 1.0
+    groups = rewards.view(-1, SAMPLES)
+    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+
+
+def train(run: Run, weights: list[Tensor]) -> Iterator[dict[str, Any]]:
+    """Train from FP32 `weights`, yielding one record per update.
+
+    A record has `update`, `seconds`; `reward` and `entropy` (nats per token) of the samples; `k1`, `k3`, `ess`, `max_ratio`,
+    `max_abs` of d = logp_trainer - logp_engine; `grad_norm`; for FP16 `overflows` so far. Every `BIAS_EVERY` updates also
+    `bias`, the norm of the difference between this gradient and the one that the same samples give under the engine's own
+    schedule, relative to the latter, and `bias_cosine`, its cosine with the latter.
+
+    Raises MeasurementError if an arm that must match the engine bit for bit does not, or if numbers stop being finite.
+    """
+    arm = arm_named(run.arm)
+    noise = torch.Generator().manual_seed(run.seed + 7919)
+    trainer = sides.build_trainer(arm, run.shape, noise)
+    engine = sides.build_engine(arm, run.shape)
+    masters = [weight.clone() for weight in weights]
+    optimizer = torch.optim.Adam(masters, lr=run.lr, fused=True)
+    scaler = torch.amp.GradScaler("cpu", enabled=arm.trainer_dtype == "float16")
+    prompts = task.training_prompts()
+    generator = torch.Generator().manual_seed(run.seed)
+    overflows = 0
+
+    for update in range(run.updates):
+        started = time.perf_counter()
+        for model in (trainer, engine):
+            pocket.copy_weights(model, masters)
+        chosen = torch.randperm(len(prompts), generator=generator)[:PROMPTS_PER_UPDATE].repeat_interleave(SAMPLES)
+        uniform = torch.rand(task.LENGTH, len(chosen), generator=generator, dtype=torch.float64)
+        batch = prompts[chosen]
+        completions, engine_logprobs, entropy = sample(engine, batch, uniform)
+        rewards = task.reward(batch, completions)
+        weight = advantages(run, rewards)[:, None]
+
+        logits, carrier = policy_logits(arm, trainer, engine, noise, batch, completions)
+        logprobs = logprobs_of(logits, completions)
+        d = logprobs.detach() - engine_logprobs
+        if arm.bitwise and not torch.equal(logprobs.detach(), engine_logprobs):
+            raise MeasurementError(f"{run.name}, update {update}: max |d| is {d.abs().max():.3g} nats, but must be zero")
+        corrected = weight * d.exp().clamp(max=TIS_LIMIT) if arm.correction == "tis" else weight
+        loss = -(corrected * logprobs).mean()
+        gradients = torch.autograd.grad(scaler.scale(loss), list(carrier.parameters()))
+        for master, gradient in zip(masters, gradients, strict=True):
+            master.grad = gradient.float()
+        scaler.unscale_(optimizer)
+        gradient = parameters_to_vector([master.grad for master in masters])
+
+        record: dict[str, Any] = {
+            "update": update,
+            "reward": rewards.mean().item(),
+            "entropy": entropy.mean().item(),
+            "grad_norm": gradient.norm().item(),
+            **mismatch(d),
+        }
+        if update % BIAS_EVERY == 0:
+            record |= gradient_bias(gradient, _engine_gradient(engine, batch, completions, weight, scaler))
+        scale = scaler.get_scale()
+        scaler.step(optimizer)
+        scaler.update()
+        overflows += scaler.get_scale() < scale
+        if arm.trainer_dtype == "float16":
+            record["overflows"] = overflows
+        elif not math.isfinite(record["grad_norm"]):
+            raise MeasurementError(f"{run.name}, update {update}: the gradient is not finite")
+        yield record | {"seconds": time.perf_counter() - started}
+
+
+def _engine_gradient(
+    engine: PreTrainedModel, prompts: Tensor, completions: Tensor, weight: Tensor, scaler: torch.amp.GradScaler
+) -> Tensor:
+    """What the gradient would be if the trainer were the engine."""
+    loss = -(weight * logprobs_of(completion_logits(engine, prompts, completions), completions)).mean()
+    scaled = parameters_to_vector(torch.autograd.grad(scaler.scale(loss), list(engine.parameters())))
+    return scaled.float() / scaler.get_scale()
+
+
+def gradient_bias(gradient: Tensor, reference: Tensor) -> dict[str, float]:
+    """`bias` and `bias_cosine` of `train`. The cosine is 0 where there is no difference."""
+    difference, reference = gradient.double() - reference.double(), reference.double()
+    size, length = difference.norm(), reference.norm()
+    if length == 0:
+        return {"bias": 0.0, "bias_cosine": 0.0}
+    cosine = (difference @ reference) / (size * length) if size > 0 else torch.zeros(())
+    return {"bias": (size / length).item(), "bias_cosine": cosine.item()}
+
+
+def mismatch(d: Tensor) -> dict[str, float]:
+    """What RL frameworks log about d = logp_trainer - logp_engine, nats, FP64, any shape."""
+    ratio = d.exp()
+    return {
+        "k1": -d.mean().item(),
+        "k3": (d.expm1() - d).mean().item(),
+        "ess": (ratio.sum() ** 2 / (ratio.numel() * ratio.square().sum())).item(),
+        "max_ratio": ratio.max().item(),
+        "max_abs": d.abs().max().item(),
+    }

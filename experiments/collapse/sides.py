@@ -1,0 +1,79 @@
+"""Trainer and engine of an arm, as live models: alignment, the placebo, and alignment of some layers only."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from experiments.collapse import pocket
+from experiments.collapse.arms import STOCK, Arm
+from tripoint.align import align
+from tripoint.align.forwards import AlignedAttention
+from tripoint.schedule import RoundingSchedule
+
+
+def build_engine(arm: Arm, shape: str) -> PreTrainedModel:
+    model = pocket.build(shape, getattr(torch, arm.engine_dtype))
+    align(model, arm.engine)
+    return model
+
+
+def build_trainer(arm: Arm, shape: str, noise: torch.Generator) -> PreTrainedModel:
+    """`noise` draws the placebo's signs. A trainer that rounds like transformers is left as transformers wrote it."""
+    model = pocket.build(shape, getattr(torch, arm.trainer_dtype))
+    if arm.trainer == STOCK:
+        return model
+    align(model, arm.trainer)
+    if arm.layers is not None:
+        _return_to_stock(model, arm.layers, arm.trainer)
+    if arm.noise == "rope":
+        for layer in model.model.layers:
+            aligned = layer.self_attn.forward
+            layer.self_attn.forward = NoisyAttention(aligned, noise)
+    return model
+
+
+class NoisyAttention(AlignedAttention):
+    """Attention whose rotated queries and keys are moved by as much as `STOCK` would move them, in a random direction."""
+
+    def __init__(self, aligned: AlignedAttention, noise: torch.Generator) -> None:
+        super().__init__(aligned.module, aligned.name, aligned.replaced, aligned.schedule)
+        self.stock = AlignedAttention(aligned.module, aligned.name, aligned.replaced, RoundingSchedule.parse(STOCK))
+        self.noise = noise
+
+    def _rotate(self, unaligned: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        aligned = super()._rotate(unaligned, *args, **kwargs)
+        with torch.no_grad():
+            stock = self.stock._rotate(unaligned, *args, **kwargs)
+        query, key = (moved_at_random(a, s, self.noise) for a, s in zip(aligned, stock, strict=True))
+        return query, key
+
+
+def moved_at_random(here: Tensor, there: Tensor, noise: torch.Generator) -> Tensor:
+    """`here` plus or minus its distance to `there`, each element's sign drawn anew; the gradient is that of `here`."""
+    sign = torch.randint(2, here.shape, generator=noise) * 2 - 1
+    distance = (there.detach().double() - here.detach().double()) * sign
+    return here + distance.to(here.dtype)
+
+
+def _return_to_stock(model: PreTrainedModel, aligned_layers: int, target: str) -> None:
+    """Leave only the first layers of a model aligned to `target`.
+
+    `align` takes a model as a whole. Here the forwards of two alignments are mixed, and where the two meet, the layer below
+    hands on the residual sum as the norm above wants it.
+    """
+    modules: list[nn.Module] = [model.model.norm]
+    for layer in model.model.layers[aligned_layers:]:
+        modules += [module for module in layer.modules() if "forward" in vars(module) and not isinstance(module, nn.Linear)]
+    align(model, STOCK)
+    stock = [module.forward for module in modules]
+    align(model, target)
+    for module, forward in zip(modules, stock, strict=True):
+        module.forward = forward  # type: ignore[method-assign]
+    if 0 < aligned_layers < len(model.model.layers):
+        last, first = (model.model.layers[i].forward for i in (aligned_layers - 1, aligned_layers))
+        last.following = first.own

@@ -1,0 +1,190 @@
+"""What the tested values become under every candidate rounding, with how near each rounding came to its boundary.
+
+This shares no code with `tripoint.ops`: BF16 numbers are multiples of a power of two in FP64, and everything between two
+roundings is computed in FP64. Where real arithmetic is FP32 the difference is below a thousandth of a BF16 ulp, and inputs
+are only used if every rounding keeps `MARGIN` away from its boundary; only the RoPE angle is computed in FP32, whose order
+of operations is one of the questions.
+
+All functions work on arrays, one element per proposed input.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tripoint.schedule import NormRounding, QkNormRounding, RopeRounding, SwigluRounding
+
+Array = NDArray[np.float64]
+
+MARGIN = 0.04
+"""Least distance, in BF16 ulps, of a value from the boundary at which it would round differently."""
+
+FP32_NOISE = 4e-7
+"""Bound on the relative error of an FP32 sum of two products whose factors carry an error of their own."""
+
+ANGLE_NOISE = 1e-5
+"""The same where the angle (some tens of radians) may have been computed in any order of FP32 operations."""
+
+
+def bf16(x: Any, cast: str = "rne") -> Array:
+    """The nearest BF16 numbers (`rne`, ties to even), or the next ones toward zero (`rtz`)."""
+    mantissa, exponent = np.frexp(np.asarray(x, dtype=np.float64))
+    scaled = mantissa * 256.0
+    return np.ldexp(np.rint(scaled) if cast == "rne" else np.trunc(scaled), exponent - 8)
+
+
+def ulp(x: Any) -> Array:
+    """The distance between BF16 numbers around x."""
+    return np.ldexp(1.0, np.frexp(np.asarray(x, dtype=np.float64))[1] - 8)
+
+
+class Rounding:
+    """Rounds to BF16 like `bf16`; `margin` is the least distance from a boundary so far, in ulps, per element.
+
+    `noise` is the relative error that a difference of two products may have without changing its sign."""
+
+    def __init__(self, cast: str, size: int, noise: float = ANGLE_NOISE) -> None:
+        self.cast = cast
+        self.noise = noise
+        self.margin = np.full(size, np.inf)
+
+    def __call__(self, x: Array) -> Array:
+        scaled = np.frexp(x)[0] * 256.0
+        fraction = scaled - np.floor(scaled)
+        if self.cast == "rne":
+            distance = np.abs(fraction - 0.5)
+        else:  # a number that needs no rounding cannot be rounded wrongly
+            distance = np.where(fraction == 0, np.inf, np.minimum(fraction, 1 - fraction))
+        self.require(distance)
+        return bf16(x, self.cast)
+
+    def require(self, distance: Array) -> None:
+        np.minimum(self.margin, distance, out=self.margin)
+
+    def require_sign(self, x: Array, scale: Array) -> None:
+        """The sign of x, a difference of numbers that add up to `scale`, must survive FP32 arithmetic."""
+        self.require(np.where((np.abs(x) > self.noise * scale) | (scale == 0), np.inf, 0.0))
+
+
+# -- RoPE and QK-norm -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """The FP32 frequencies (radians per position) of each rotary pair; `theta` only for plain RoPE, `scaling` of cos and sin."""
+
+    head_dim: int
+    theta: float | None
+    inv_freq: tuple[float, ...]
+    scaling: float = 1.0
+
+    @classmethod
+    def plain(cls, head_dim: int, theta: float) -> Rotary:
+        return cls(head_dim, theta, tuple(np.float32(1) / timescales(theta, head_dim)))
+
+    @property
+    def angle_forms(self) -> tuple[str, ...]:
+        return ("pos*inv",) if self.theta is None else ("pos*inv", "pos/timescale", "exp2", "powscale")
+
+    @cache  # noqa: B019 (a handful of instances)
+    def tables(self, form: str, positions: int) -> tuple[Array, Array]:
+        """cos and sin [position, pair] as FP32 numbers, for positions 0 to `positions` - 1."""
+        angles = self._angles(form, np.arange(positions, dtype=np.float32)[:, None]).astype(np.float64)
+        scaling = np.float32(self.scaling)
+        cos, sin = (f(angles).astype(np.float32) * scaling for f in (np.cos, np.sin))
+        return cos.astype(np.float64), sin.astype(np.float64)
+
+    def _angles(self, form: str, position: NDArray[np.float32]) -> NDArray[np.float32]:
+        if form == "pos*inv":
+            return position * np.array(self.inv_freq, dtype=np.float32)
+        assert self.theta is not None
+        half = self.head_dim // 2
+        if form == "pos/timescale":
+            return position / timescales(self.theta, self.head_dim)
+        if form == "exp2":
+            exponent = np.arange(half, dtype=np.float32) / np.float32(half) * np.log2(np.float32(self.theta))
+            return position * np.exp2(-exponent)
+        step = np.float32(self.theta) ** np.float32(-2.0 / self.head_dim)
+        columns = [position]
+        while len(columns) < half:
+            columns.append(columns[-1] * step)
+        return np.concatenate(columns, axis=1)
+
+
+def timescales(theta: float, head_dim: int) -> NDArray[np.float32]:
+    """theta^(2j/head_dim) in FP32, positions per radian of each pair; the power itself is correctly rounded."""
+    exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
+    return (np.float64(theta) ** exponent.astype(np.float64)).astype(np.float32)
+
+
+def rotate(x: Array, y: Array, cos: Array, sin: Array, rope: RopeRounding, rounded: Rounding) -> tuple[Array, Array]:
+    """Rotate pairs (x, y); cos and sin are FP32 numbers."""
+    if rope.table == "bf16":
+        cos, sin = rounded(cos), rounded(sin)
+    first, second = _turn(x, -y, cos, sin, rope, rounded), _turn(y, x, cos, sin, rope, rounded)
+    return first, second
+
+
+def _turn(x: Array, rotated: Array, cos: Array, sin: Array, rope: RopeRounding, rounded: Rounding) -> Array:
+    with_cos, with_sin = x * cos, rotated * sin
+    if rope.compute == "bf16":
+        with_cos = rounded(with_cos)
+    if rope.compute in ("bf16", "bf16_fma"):
+        with_sin = rounded(with_sin)
+    total = with_cos + with_sin
+    rounded.require_sign(total, np.abs(with_cos) + np.abs(with_sin))
+    return rounded(total)
+
+
+def qk_norm(x: Array, rstd: float, weight: Array, qk: QkNormRounding, rounded: Rounding) -> Array:
+    """One element of a QK-norm whose reciprocal root mean square is known."""
+    normalised = x * rstd
+    if qk.norm_round:
+        normalised = rounded(normalised)
+    out = normalised * weight
+    return rounded(out) if qk.out_round else out
+
+
+# -- SwiGLU and GeGLU -------------------------------------------------------------------------------------------------
+
+
+def gated_act(gate: Array, up: Array, act: str, swiglu: SwigluRounding, rounded: Rounding) -> Array:
+    """act(gate) * up. `sig=bf16` follows MLX's Sigmoid, in which every step is rounded."""
+    if swiglu.sig == "bf16":
+        y = rounded(1.0 / rounded(1.0 + rounded(np.exp(np.abs(gate)))))
+        activated = gate * np.where(gate < 0, y, rounded(1.0 - y))
+    else:
+        activated = ACTIVATIONS[act](gate)
+    if swiglu.silu_round:
+        activated = rounded(activated)
+    return rounded(activated * up)
+
+
+_erf = np.vectorize(math.erf, otypes=[np.float64])
+
+ACTIVATIONS: dict[str, Any] = {
+    "silu": lambda x: x / (1.0 + np.exp(-x)),
+    "gelu": lambda x: 0.5 * x * (1.0 + _erf(x / math.sqrt(2.0))),
+    "gelu_pytorch_tanh": lambda x: 0.5 * x * (1.0 + np.tanh(math.sqrt(2.0 / math.pi) * (x + 0.044715 * x**3))),
+}
+
+
+# -- residual + RMSNorm -----------------------------------------------------------------------------------------------
+
+
+def rms_norm(
+    value: Array, weight: float, mean_square: tuple[Array, Array], norm: NormRounding, rounded: Rounding
+) -> Array:
+    """One element of a norm. `value` is its residual sum, `mean_square` (eps included) that of the exact and of the rounded sums."""
+    exact, of_rounded = mean_square
+    seen = value if norm.sum_round == "never" else rounded(value)
+    normalised = seen / np.sqrt(of_rounded if norm.sum_round == "before_var" else exact)
+    if norm.norm_round:
+        normalised = rounded(normalised)
+    return rounded(normalised * weight)

@@ -1,0 +1,361 @@
+"""Reads answers: a fingerprint where they are exactly those that one schedule gives, and what is wrong where they are not.
+
+Nothing here knows how a question was made. A question is settled by the candidates whose expected answers are the observed
+ones, every one of them; where there is none, the place is unknown, and never called by the nearest name.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import tomli_w
+
+from tripoint.canary.checkpoint import Canary
+from tripoint.canary.questions import Prompt, Question
+from tripoint.errors import UsageError
+from tripoint.schedule import Carry, RoundingSchedule
+
+Token = int
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The tokens that a stack generated greedily: one for each of `canary.prompts`.
+
+    `decoded`: two for each of `canary.decode_prompts`, asked with their `decode`. `alone`: one for each of those, asked with
+    their `tokens` in a batch of its own. None where the stack was not asked so.
+    """
+
+    prefill: Sequence[Token]
+    decoded: Sequence[Sequence[Token]] | None = None
+    alone: Sequence[Token] | None = None
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """The schedule that a stack was measured to have.
+
+    `fields` holds what is settled, by dotted name; `schedule` is None unless that is everything and can exist. `undetermined`
+    names the other fields. `findings` says, one line each, which places fit no known rounding and what disagreed with itself;
+    `notes` what has no effect here. `problem` says why the canary could not be read at all.
+    `answers` are those of each question as a string of `<`, `=`, `>`, and `?` for a token that is no answer.
+    """
+
+    stack: str
+    fields: dict[str, Any]
+    schedule: RoundingSchedule | None
+    undetermined: tuple[str, ...] = ()
+    findings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    problem: str | None = None
+    answers: tuple[dict[str, str], ...] = ()
+    evidence: tuple[dict[str, Any], ...] = ()
+    conditions: dict[str, Any] = field(default_factory=dict)
+    versions: dict[str, str] = field(default_factory=dict)
+    seconds: float = 0.0
+
+    @property
+    def code(self) -> str | None:
+        """The schedule in one line, None where it is not known."""
+        return None if self.schedule is None else str(self.schedule)
+
+    def to_dict(self) -> dict[str, Any]:
+        """The JSON of `tripoint fingerprint`. Fields that are not settled are null."""
+        settled = _nested(self.fields | dict.fromkeys(self.undetermined))
+        return {
+            "stack": self.stack,
+            "code": self.code,
+            "schedule": settled if self.schedule is None else self.schedule.to_dict(),
+            "undetermined": list(self.undetermined),
+            "findings": list(self.findings),
+            "notes": list(self.notes),
+            "problem": self.problem,
+            "answers": list(self.answers),
+            "evidence": list(self.evidence),
+            "conditions": self.conditions,
+            "versions": self.versions,
+            "seconds": round(self.seconds, 1),
+        }
+
+    def to_toml(self) -> str:
+        """As `to_dict`, without the evidence of each prompt; what is null there is left out."""
+        return tomli_w.dumps(_without_none({k: v for k, v in self.to_dict().items() if k != "evidence"}))
+
+    @classmethod
+    def from_toml(cls, path: Path) -> Self:
+        """What `to_toml` wrote. Raises UsageError for a file that is none."""
+        try:
+            data = tomllib.loads(path.read_text(encoding="utf-8"))
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise UsageError(f"{path}: not a TOML file: {error}") from None
+        if "stack" not in data or "schedule" not in data:
+            raise UsageError(f"{path}: not a fingerprint; save one with `tripoint fingerprint STACK --save`")
+        complete = "code" in data
+        schedule = RoundingSchedule.from_dict(data["schedule"], where=f"{path}: schedule") if complete else None
+        return cls(
+            stack=data["stack"],
+            fields=dict(schedule.flat) if schedule else _flat(data["schedule"]),
+            schedule=schedule,
+            undetermined=tuple(data["undetermined"]),
+            findings=tuple(data["findings"]),
+            notes=tuple(data["notes"]),
+            problem=data.get("problem"),
+            answers=tuple(data["answers"]),
+            conditions=data["conditions"],
+            versions=data["versions"],
+            seconds=data["seconds"],
+        )
+
+
+def read(canary: Canary, observed: Observed, stack: str = "?") -> Fingerprint:
+    """What the answers to a canary say. Pure: it asks nobody."""
+    reading = _Reading(canary, observed)
+    problem = _problem(canary, reading, observed.prefill)
+    if problem is None:
+        reading.settle_all()
+    schedule = reading.schedule() if problem is None else None
+    return Fingerprint(
+        stack=stack,
+        fields=reading.fields,
+        schedule=schedule,
+        undetermined=tuple(reading.undetermined),
+        findings=tuple(reading.findings),
+        notes=tuple(reading.notes),
+        problem=problem,
+        answers=tuple(
+            {"subject": q.subject, "place": q.place, "answers": "".join(_SIGNS[a] for a in reading.prefill(q))}
+            for q in canary.questions
+        ),
+        evidence=tuple(_evidence(canary, observed)),
+    )
+
+
+_SIGNS: dict[int | None, str] = {-1: "<", 0: "=", 1: ">", None: "?"}
+
+
+class _Reading:
+    """Settles the questions of one canary one after the other, collecting fields and findings."""
+
+    def __init__(self, canary: Canary, observed: Observed) -> None:
+        self.canary = canary
+        self.fields: dict[str, Any] = {}
+        self.undetermined: list[str] = []
+        self.findings: list[str] = []
+        self.notes: list[str] = []
+        answer = canary.answers.get
+        self._prefill = {p.tokens: answer(t) for p, t in zip(canary.prompts, observed.prefill, strict=True)}
+        self._again: dict[str, dict[tuple[int, ...], int | None]] = {}
+        repeated = canary.decode_prompts
+        if observed.decoded is not None:
+            # A first token that is not the one pointed to means that the second answers nothing.
+            self._again["decode"] = {
+                p.tokens: answer(pair[1]) if len(pair) == 2 and pair[0] == p.tokens[-1] else None
+                for p, pair in zip(repeated, observed.decoded, strict=True)
+            }
+        if observed.alone is not None:
+            self._again["a batch of one"] = {p.tokens: answer(t) for p, t in zip(repeated, observed.alone, strict=True)}
+
+    def prefill(self, question: Question) -> list[int | None]:
+        return [self._prefill[prompt.tokens] for prompt in question.prompts]
+
+    def settle_all(self) -> None:
+        subjects = dict.fromkeys(question.subject for question in self.canary.questions)
+        for subject in subjects:
+            questions = [question for question in self.canary.questions if question.subject == subject]
+            if subject == "rope.angle":
+                self._settle_angle(questions[0])
+            elif subject != "control" and not subject.startswith("carry."):
+                self._settle(subject, questions)
+        if "rope.angle" not in subjects:
+            self.fields["rope.angle"] = "pos*inv"
+            self.notes.append("rope.angle was not asked: other orders of operations are defined for plain RoPE only")
+        self._settle_carry([question for question in self.canary.questions if question.subject.startswith("carry.")])
+
+    def _settle(self, subject: str, questions: Sequence[Question]) -> None:
+        """The fields on which all candidates that fit at every place agree."""
+        left = self._fitting(subject, questions)
+        names = list(questions[0].candidates[0].fields)
+        for name in names:
+            values = {questions[0].candidates[i].fields[name] for i in left}
+            if len(values) == 1:
+                self.fields[name] = values.pop()
+            else:
+                self.undetermined.append(name)
+
+    def _fitting(self, subject: str, questions: Sequence[Question]) -> set[int]:
+        """The candidates that fit at every place; none if any place is unknown or two disagree."""
+        everywhere = set(range(len(questions[0].candidates)))
+        known = True
+        for question in questions:
+            fit = _fits(question.prompts, self.prefill(question))
+            if not fit:
+                known = False
+                self.findings.append(_unknown(question, self.prefill(question)))
+            elif known and not everywhere & fit:
+                before = " and ".join(q.place for q in questions[: questions.index(question)])
+                self.findings.append(f"{subject}: {question.place} does not round like {before}")
+                known = False
+            everywhere &= fit
+            self._compare_again(question, fit)
+        return everywhere
+
+    def _compare_again(self, question: Question, fit: set[int]) -> None:
+        """Whether decode steps and batches of one agree with the batch that was prefilled."""
+        for how, answers in self._again.items():
+            prompts = [prompt for prompt in question.prompts if prompt.tokens in answers]
+            differ = [p for p in prompts if answers[p.tokens] != self._prefill[p.tokens]]
+            if differ:
+                again = _fits(prompts, [answers[p.tokens] for p in prompts])
+                other = {str(question.candidates[i]) for i in again - fit}
+                says = f", as {' or '.join(sorted(other))} would" if other and len(other) <= 2 else ""
+                self.findings.append(
+                    f"{question.subject} ({question.place}): {how} answers {len(differ)} of {len(prompts)} prompts otherwise{says}"
+                )
+
+    def _settle_angle(self, question: Question) -> None:
+        """Among the candidates that agree with what is known of RoPE already."""
+        name = "rope.angle"
+        possible = {
+            i
+            for i, candidate in enumerate(question.candidates)
+            if all(self.fields.get(key) == value for key, value in candidate.fields.items() if key != name)
+        }
+        fit = possible & _fits(question.prompts, self.prefill(question))
+        angles = [question.candidates[i].fields[name] for i in sorted(fit)]
+        if angles:
+            self.fields[name] = angles[0]
+            if len(angles) > 1:
+                self.notes.append(f"{name}: {', '.join(map(str, angles))} give the same answers at this theta, table and length")
+            self._compare_again(question, fit)
+        else:
+            self.undetermined.append(name)
+            if possible:
+                self.findings.append(_unknown(question, self.prefill(question), possible))
+
+    def _settle_carry(self, questions: Sequence[Question]) -> None:
+        """The set of residual adds that round, and whether they round like the norm behind them."""
+        rounding: list[int] = []
+        known = True
+        for add, question in enumerate(questions):
+            values = {value for i in self._fitting(question.subject, [question]) for value in question.candidates[i].fields.values()}
+            known &= bool(values) and (values == {"unrounded"} or "unrounded" not in values)
+            if values - {"unrounded"}:
+                rounding.append(add)
+            site = "input" if add % 2 else "post_attention"
+            cast = self.fields.get(f"norm.{site}.cast")
+            if known and add in rounding and cast is not None and cast not in values:
+                self.findings.append(f"carry: add {add} rounds {values.pop()}, but the norm behind it {cast}")
+        if known:
+            self.fields["carry"] = carry_of(rounding, len(questions))
+        else:
+            self.undetermined.append("carry")
+
+    def schedule(self) -> RoundingSchedule | None:
+        if self.undetermined:
+            return None
+        try:
+            return RoundingSchedule.from_dict(_nested(self.fields))
+        except UsageError as error:
+            self.findings.append(f"no schedule has all these fields: {error}")
+            return None
+
+
+def carry_of(rounding: Sequence[int], adds: int) -> Carry:
+    """The carry of which, among the first `adds` residual adds, just those in `rounding` round.
+
+    A period is inferred from two adds or more; one that rounds alone is given as a list.
+    """
+    if not rounding:
+        return "fp32"
+    for period in (1, 2, *range(3, adds)):
+        expected = [add for add in range(adds) if (add + 1) % period == 0]
+        if expected == list(rounding) and (period <= 2 or len(expected) > 1):
+            return period
+    return tuple(rounding)
+
+
+def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Fields by dotted name as tables in tables."""
+    out: dict[str, Any] = {}
+    for name, value in fields.items():
+        *path, key = name.split(".")
+        table = out
+        for part in path:
+            table = table.setdefault(part, {})
+        table[key] = value
+    return out
+
+
+def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The inverse of `_nested`."""
+    out: dict[str, Any] = {}
+    for key, value in tables.items():
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return out
+
+
+def _without_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_none(item) for key, item in value.items() if item is not None}
+    return [_without_none(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _fits(prompts: Sequence[Prompt], answers: Sequence[int | None]) -> set[int]:
+    """The candidates whose expected answers are exactly these."""
+    candidates = range(len(prompts[0].expected)) if prompts else ()
+    return {i for i in candidates if all(p.expected[i] == answer for p, answer in zip(prompts, answers, strict=True))}
+
+
+def _unknown(question: Question, answers: Sequence[int | None], among: Iterable[int] | None = None) -> str:
+    among = range(len(question.candidates)) if among is None else among
+    mismatches = min(
+        sum(prompt.expected[i] != answer for prompt, answer in zip(question.prompts, answers, strict=True)) for i in among
+    )
+    return f"{question.subject} ({question.place}): unknown, {mismatches} of {len(answers)} answers fit no known rounding"
+
+
+def _problem(canary: Canary, reading: _Reading, tokens: Sequence[Token]) -> str | None:
+    """Why these answers say nothing about rounding, by the controls, which every schedule answers alike."""
+    tied = canary.circuit.tied_token
+    if tied is not None and all(token == tied for token in tokens):
+        return (
+            "the stack uses the embedding as output head, although config.json says tie_word_embeddings=false; "
+            "ask it with a canary of tied embeddings"
+        )
+    controls = {question.place: question for question in canary.questions if question.subject == "control"}
+    failed = {
+        place: [answer for prompt, answer in zip(q.prompts, reading.prefill(q), strict=True) if answer != prompt.expected[0]]
+        for place, q in controls.items()
+    }
+    if failed["copies"]:
+        total = len(controls["copies"].prompts)
+        return (
+            f"{len(failed['copies'])} of {total} controls that copy a value failed: the stack does not hold the canary's weights "
+            "exactly (quantised, converted or another checkpoint), or it was not asked with the canary's token ids"
+        )
+    if failed["count"]:
+        if all(answer == -1 for answer in failed["count"]):
+            return "the stack sees more tokens than it was sent: switch off what it adds (a BOS token, a template)"
+        return "the stack does not see all the tokens it was sent: it drops or replaces some"
+    return None
+
+
+def _evidence(canary: Canary, observed: Observed) -> Iterable[dict[str, Any]]:
+    tokens = iter(observed.prefill)
+    for question in canary.questions:
+        for prompt in question.prompts:
+            token = next(tokens)
+            yield {
+                "field": question.subject,
+                "place": question.place,
+                "prompt_ids": list(prompt.tokens),
+                "token": token,
+                "answer": canary.circuit.words.get(token, "?"),
+            }

@@ -1,0 +1,183 @@
+"""The shape of a canary: everything of a model's config that kernels or rounding may depend on."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+from tripoint.canary.emulator import ACTIVATIONS, Rotary
+from tripoint.errors import UsageError
+from tripoint.schedule import suggest
+
+ARCHITECTURES: dict[str, str] = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+CARRY_LAYERS = 6  # the least depth that tells carries apart
+LIKE_INTERMEDIATE = 4096
+VOCABULARY = 1024
+
+
+@dataclass(frozen=True)
+class CanaryShape:
+    """Sizes are those of the config fields of the same names. `full` says that depth, MLP and vocabulary are the model's too.
+
+    `base` holds config entries that are taken over from the model as they are, `reserved` token ids that mean something
+    to an engine (its end-of-sequence and padding tokens) and so are not used.
+    """
+
+    architecture: str = "llama"
+    hidden: int = 256
+    layers: int = CARRY_LAYERS
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 64
+    intermediate: int = 512
+    vocab: int = VOCABULARY
+    act: str = "silu"
+    eps: float = 1e-6
+    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 5e5})
+    max_positions: int = 4096
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    tied: bool = False
+    full: bool = False
+    reserved: frozenset[int] = frozenset()
+    base: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        where = f"canary of shape {self.architecture}"
+        if self.architecture not in ARCHITECTURES:
+            raise UsageError(f"{where}: no such layout{suggest(self.architecture, list(ARCHITECTURES))}")
+        if self.act not in ACTIVATIONS:
+            raise UsageError(f"{where}: hidden_act={self.act} is not a gate we emulate{suggest(self.act, list(ACTIVATIONS))}")
+        if self.hidden < 64 or self.head_dim < 32 or self.head_dim % 2 or self.layers < 1:
+            raise UsageError(
+                f"{where}: hidden {self.hidden}, head_dim {self.head_dim}, layers {self.layers}: a canary needs "
+                "hidden >= 64, an even head_dim >= 32 and a layer"
+            )
+
+    @property
+    def qk_norm(self) -> bool:
+        return self.architecture == "qwen3"
+
+    @classmethod
+    def like(cls, model: Path, full: bool = False) -> Self:
+        """The shape of the checkpoint in directory `model`: of its kernels, or with `full` of all its weights."""
+        path = model / "config.json"
+        try:
+            return cls.from_config(json.loads(path.read_text()), full)
+        except FileNotFoundError:
+            raise UsageError(f"`{model}` has no config.json: give the directory of a checkpoint") from None
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], full: bool = False) -> Self:
+        """As `like`, from the contents of a config.json."""
+        from transformers import AutoConfig
+
+        architecture = config.get("model_type", "?")
+        if architecture not in ARCHITECTURES:
+            raise UsageError(f"canary like a {architecture!r} model: no such layout{suggest(architecture, list(ARCHITECTURES))}")
+        # transformers knows every default; what follows from the depth it works out again.
+        known: Any = AutoConfig.for_model(**{k: v for k, v in config.items() if k not in ("layer_types", "quantization_config")})
+        intermediate = known.intermediate_size
+        ends = known.eos_token_id if isinstance(known.eos_token_id, list) else [known.eos_token_id]
+        return cls(
+            architecture=architecture,
+            hidden=known.hidden_size,
+            layers=known.num_hidden_layers if full else CARRY_LAYERS,
+            heads=known.num_attention_heads,
+            kv_heads=known.num_key_value_heads,
+            head_dim=getattr(known, "head_dim", None) or known.hidden_size // known.num_attention_heads,
+            intermediate=intermediate if full else min(intermediate, LIKE_INTERMEDIATE),
+            vocab=known.vocab_size if full else VOCABULARY,
+            act=known.hidden_act,
+            eps=known.rms_norm_eps,
+            rope=dict(known.rope_parameters),
+            max_positions=known.max_position_embeddings,
+            attention_bias=bool(getattr(known, "attention_bias", False)),
+            mlp_bias=bool(getattr(known, "mlp_bias", False)),
+            tied=known.tie_word_embeddings,
+            full=full,
+            reserved=frozenset(i for i in (known.bos_token_id, known.pad_token_id, *ends) if i is not None) if full else frozenset(),
+            base={k: copy.deepcopy(config[k]) for k in ("sliding_window", "use_sliding_window", "max_window_layers") if k in config},
+        )
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The config.json of the canary, with every entry that engines would otherwise guess."""
+        plain = self.rope["rope_type"] == "default"
+        return {
+            **self.base,
+            "architectures": [ARCHITECTURES[self.architecture]],
+            "model_type": self.architecture,
+            "dtype": "bfloat16",
+            "torch_dtype": "bfloat16",
+            "hidden_size": self.hidden,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "num_key_value_heads": self.kv_heads,
+            "head_dim": self.head_dim,
+            "intermediate_size": self.intermediate,
+            "vocab_size": self.vocab,
+            "hidden_act": self.act,
+            "rms_norm_eps": self.eps,
+            "rope_parameters": self.rope,
+            "rope_theta": self.rope["rope_theta"],
+            "rope_scaling": None if plain else self.rope,
+            "max_position_embeddings": self.max_positions,
+            "attention_bias": self.attention_bias,
+            "mlp_bias": self.mlp_bias,
+            "tie_word_embeddings": self.tied,
+            "bos_token_id": None,
+            "eos_token_id": None,
+            "use_cache": True,
+        }
+
+    def weights(self) -> dict[str, tuple[int, ...]]:
+        """The shape of every weight of the checkpoint, by name."""
+        hidden, q, kv = self.hidden, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        qkv_bias = self.attention_bias or self.architecture == "qwen2"
+        o_bias = self.attention_bias and self.architecture != "qwen2"
+        shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (self.vocab, hidden)}
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}"
+            for name, rows, columns, bias in (
+                ("self_attn.q_proj", q, hidden, qkv_bias),
+                ("self_attn.k_proj", kv, hidden, qkv_bias),
+                ("self_attn.v_proj", kv, hidden, qkv_bias),
+                ("self_attn.o_proj", hidden, q, o_bias),
+                ("mlp.gate_proj", self.intermediate, hidden, self.mlp_bias),
+                ("mlp.up_proj", self.intermediate, hidden, self.mlp_bias),
+                ("mlp.down_proj", hidden, self.intermediate, self.mlp_bias),
+            ):
+                shapes[f"{prefix}.{name}.weight"] = (rows, columns)
+                if bias:
+                    shapes[f"{prefix}.{name}.bias"] = (rows,)
+            if self.qk_norm:
+                shapes[f"{prefix}.self_attn.q_norm.weight"] = shapes[f"{prefix}.self_attn.k_norm.weight"] = (self.head_dim,)
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                shapes[f"{prefix}.{name}.weight"] = (hidden,)
+        shapes["model.norm.weight"] = (hidden,)
+        if not self.tied:
+            shapes["lm_head.weight"] = (self.vocab, hidden)
+        return shapes
+
+    @property
+    def rotary(self) -> Rotary:
+        """The frequencies of the rotary pairs, for scaled RoPE as transformers works them out."""
+        if self.rope["rope_type"] == "default":
+            return Rotary.plain(self.head_dim, self.rope["rope_theta"])
+        from transformers import AutoConfig
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+        config = AutoConfig.for_model(**self.config)
+        inv_freq, scaling = ROPE_INIT_FUNCTIONS[self.rope["rope_type"]](config, device="cpu")
+        return Rotary(self.head_dim, None, tuple(np.float32(inv_freq.numpy())), float(scaling))

@@ -1,0 +1,179 @@
+"""The `tripoint` command: reads arguments, calls the library, prints the result, and turns errors into exit codes.
+
+Exit codes: 0 it holds; 1 it was measured and does not hold; 2 bad input; 3 it could not be measured; 130 interrupted.
+Everything heavy is imported inside the command that needs it, so that `tripoint --help` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from tripoint.errors import MeasurementError, UsageError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from tripoint.drift import Drift
+
+QUICK_TOKENS = 2000
+PLAIN_WIDTH = 100  # columns of text that goes to a file or a pipe
+
+app = typer.Typer(
+    help="Finds, measures and aligns the BF16 rounding points where an RL trainer and its inference engine disagree.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+# The common base of everything that typer raises about a command line; it has no public name of its own there.
+CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
+
+STACKS = "hf, hf:compile, hf:autocast, vllm, vllm:eager, emulated:TARGET"
+
+Model = Annotated[str, typer.Argument(help="A directory, a hub id, or `smollm2`, which needs no hub.")]
+Engine = Annotated[str, typer.Option(metavar="STACK", help=f"What samples: {STACKS}, or rollouts:FILE.")]
+Trainer = Annotated[str, typer.Option(metavar="STACK", help="What trains: hf, hf:compile, hf:autocast or emulated:TARGET.")]
+To = Annotated[
+    str | None,
+    typer.Option(metavar="TARGET", help="What to align the trainer to. [default: what is documented for the engine]"),
+]
+Tokens = Annotated[
+    int | None,
+    typer.Option(min=1, metavar="N", help="About how many tokens to measure on. [default: 8000, or all that are recorded]"),
+]
+Quick = Annotated[bool, typer.Option("--quick", help=f"The same as --tokens {QUICK_TOKENS}.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+Side = Annotated[str, typer.Argument(metavar="TARGET", help="A code line, a profile or a .toml file.")]
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"tripoint {version('tripoint')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show_version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
+    ] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def drift(
+    engine: Engine,
+    model: Model = "smollm2",
+    trainer: Trainer = "hf",
+    to: To = None,
+    tokens: Tokens = None,
+    quick: Quick = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the mismatch before and after alignment."""
+    from tripoint.report.drift import render, to_json
+
+    result = _compare(model, engine, trainer, to, tokens, quick)
+    if as_json:
+        print(to_json(result))
+    else:
+        _show(render(result, detailed=False))
+
+
+@app.command()
+def diagnose(
+    engine: Engine,
+    model: Model = "smollm2",
+    trainer: Trainer = "hf",
+    to: To = None,
+    tokens: Tokens = None,
+    quick: Quick = False,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write report.json and report.html there.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure, align, measure again: the full report."""
+    from tripoint.report.drift import render, to_json, write_report
+
+    if out is not None and out.exists() and not out.is_dir():
+        raise UsageError(f"--out {out} is a file: give a directory")
+    result = _compare(model, engine, trainer, to, tokens, quick)
+    if as_json:
+        print(to_json(result))
+    else:
+        _show(render(result, detailed=True))
+    for path in write_report(result, out) if out is not None else ():
+        print(f"wrote {path}", file=sys.stderr)
+
+
+@app.command()
+def diff(left: Side, right: Side, as_json: AsJson = False) -> None:
+    """Compare two schedules field by field. Exits with 1 if they differ."""
+    from tripoint.profiles import resolve_target
+    from tripoint.report.schedules import diff_dict, render_diff
+
+    targets = resolve_target(left), resolve_target(right)
+    found = diff_dict(*targets)
+    if as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        _show(render_diff(*targets))
+    raise typer.Exit(1 if found["distance"] else 0)
+
+
+def _compare(model: str, engine: str, trainer: str, to: str | None, tokens: int | None, quick: bool) -> Drift:
+    if quick and tokens is not None:
+        raise UsageError(f"--quick means --tokens {QUICK_TOKENS}: give one of them")
+    from tripoint.drift import compare
+    from tripoint.report.progress import stage
+
+    return compare(
+        model,
+        engine,
+        trainer,
+        to=to,
+        tokens=QUICK_TOKENS if quick else tokens,
+        stage=stage,
+    )
+
+
+def _show(what: RenderableType) -> None:
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console.width = PLAIN_WIDTH
+    console.print(what)
+
+
+def _run(arguments: list[str] | None) -> int:
+    try:
+        return app(arguments, prog_name="tripoint", standalone_mode=False) or 0
+    except CommandLineError as error:
+        return _fail(f"{error.format_message().rstrip('.')}; see `tripoint --help`", 2)  # type: ignore[attr-defined]
+    except UsageError as error:
+        return _fail(str(error), 2)
+    except MeasurementError as error:
+        return _fail(str(error), 3)
+    except (KeyboardInterrupt, typer.Abort):
+        return 130
+    except BrokenPipeError:  # the reader of stdout has gone; the interpreter must not try to flush to it at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"tripoint: {message}", file=sys.stderr)
+    return code
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Entry point: run and exit with the contract's code."""
+    sys.exit(_run(arguments))

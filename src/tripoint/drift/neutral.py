@@ -1,0 +1,50 @@
+"""Tokens that no stack under comparison has chosen.
+
+Tokens sampled from one of the stacks favour that stack's own upward noise (by about variance * (1 - p) a token), which would
+read as a difference between the stacks. These come from a fixed text that ships with Tripoint.
+"""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+import numpy as np
+
+from tripoint.errors import UsageError
+from tripoint.stacks import Rollout
+
+MIN_SEQUENCES = 16  # sequences, not tokens, are what an error can be estimated from
+USUAL_LENGTH = 100
+RANDOM_SEQUENCES = 256
+
+
+def neutral_rollouts(model: Path, vocab_size: int, tokens: int) -> tuple[list[Rollout], str]:
+    """About `tokens` tokens to score, in sequences of one length with a prompt of one token, and in words where they are from.
+
+    A checkpoint without a tokenizer gets random token ids below `vocab_size`, the same every time. Raises UsageError for more
+    tokens than the text has.
+    """
+    texts = _passages(model)
+    source = "the built-in text" if texts else "random token ids (the model has no tokenizer)"
+    available = len(texts) or RANDOM_SEQUENCES
+    count = min(max(round(tokens / USUAL_LENGTH), MIN_SEQUENCES), available)
+    length = -(-tokens // count)
+    if not texts:
+        rng = np.random.default_rng(0)
+        texts = rng.integers(vocab_size, size=(count, length + 1)).tolist()
+    chosen = texts[:count]
+    if (most := min(map(len, chosen)) - 1) < length:
+        raise UsageError(f"the built-in text has about {most * available} tokens of this model, not {tokens}: ask for fewer")
+    return [Rollout((ids[0],), tuple(ids[1 : length + 1])) for ids in chosen], source
+
+
+def _passages(model: Path) -> list[list[int]]:
+    """The passages of neutral.txt in the tokens of the checkpoint in directory `model`; none if it has no tokenizer."""
+    if not any((model / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        return []
+    from transformers import AutoTokenizer
+
+    text = files("tripoint.drift").joinpath("neutral.txt").read_text(encoding="utf-8")
+    encoded = AutoTokenizer.from_pretrained(model)(text.strip().split("\n%%\n"))["input_ids"]
+    return [list(ids) for ids in encoded]

@@ -1,0 +1,427 @@
+"""The ops on CPUs: builds `cpu_kernels.cpp` once into the user's cache directory and calls it.
+
+The library is built with the machine's C++ compiler at first use (a few seconds) for the instruction set ATen itself runs
+with. Every process compares it with the reference on a small sample before using it: ATen's own build decides some bits
+(which multiply-adds are contracted, in which order sums run), and a library that gives others is not used.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from ctypes import c_float, c_int32, c_int64, c_void_p
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tripoint.models import cache_dir
+from tripoint.ops import reference
+from tripoint.ops.backend import BackendError
+
+_SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
+
+# By ATen's name for the instruction set: the one its kernels were chosen for is the one whose bits we want.
+_INSTRUCTIONS = {
+    "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mavx2", "-mfma", "-mf16c"),
+    "AVX2": ("-mavx2", "-mfma", "-mf16c"),
+    "DEFAULT": (),
+}
+
+# The enumerations of cpu_kernels.cpp.
+_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_CASTS = {"rne": 0, "rtz": 1}
+_COMPUTES = {"bf16": 0, "bf16_fma": 1, "fp32": 2}
+_SUM_ROUNDS = {"before_var": 0, "after_var": 1, "never": 2}
+
+
+class _Rows(ctypes.Structure):
+    _fields_ = (("data", c_void_p), ("stride", c_int64 * 3), ("wide", c_int64))
+
+
+class _RopeArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, _Rows) for name in ("x", "cos", "sin", "out")),
+        ("size", c_int64 * 3),
+        ("head_dim", c_int64),
+        *((name, c_int32) for name in ("dtype", "round_table", "table_cast", "compute", "cast", "backward")),
+    )
+
+
+class _GatedArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("grad", "gate", "up", "out", "grad_gate", "grad_up")),
+        ("numel", c_int64),
+        *((name, c_int32) for name in ("dtype", "round_act", "bf16_sigmoid", "cast")),
+    )
+
+
+class _NormArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, _Rows) for name in ("x", "residual", "grad_out", "grad_carry")),
+        *((name, _Rows) for name in ("out", "carry", "grad_x", "grad_residual", "rstd")),
+        *((name, c_void_p) for name in ("weight", "grad_weight")),
+        ("size", c_int64 * 3),
+        ("hidden", c_int64),
+        ("eps", c_float),
+        *((name, c_int32) for name in ("dtype", "weight_wide", "sum_round", "norm_round", "stepwise", "cast")),
+    )
+
+
+class _AddArgs(ctypes.Structure):
+    _fields_ = (
+        *((name, c_void_p) for name in ("x", "residual", "out")),
+        ("numel", c_int64),
+        *((name, c_int32) for name in ("dtype", "x_wide", "residual_wide", "out_wide", "cast")),
+    )
+
+
+# -- building ---------------------------------------------------------------------------------------------------------
+
+
+def prepare(device_type: str) -> None:
+    """Build or load the kernels. Raises BackendError if they cannot serve tensors of this device."""
+    if device_type != "cpu":
+        raise BackendError("they are for CPU tensors")
+    _library()
+    differing = _differing_ops()
+    if differing:
+        raise BackendError(f"bits differ from the reference's in {', '.join(differing)}")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in _INSTRUCTIONS:
+        raise BackendError(f"instruction set {capability} is not supported")
+    build = (torch.__version__, torch.__config__.show(), capability, *_INSTRUCTIONS[capability], _SOURCE.read_text())
+    key = hashlib.sha256("\0".join(build).encode()).hexdigest()[:16]
+    path = cache_dir() / "kernels" / f"cpu-{key}.so"
+    try:
+        if not path.exists():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
+                built = Path(scratch) / path.name
+                _compile(built, capability)
+                os.replace(built, path)
+        return _open(path)
+    except OSError as error:
+        raise BackendError(str(error)) from error
+
+
+def _compile(path: Path, capability: str) -> None:
+    compiler = shutil.which(os.environ.get("CXX", "g++"))
+    if compiler is None:
+        raise BackendError("no C++ compiler: install g++, or name one in CXX")
+    torch_dir = Path(torch.__file__).parent
+    command = [
+        *(compiler, "-std=c++20", "-O2", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off"),
+        *(f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}", *_INSTRUCTIONS[capability]),
+        *(str(_SOURCE), "-o", str(path)),
+        *(f"-I{torch_dir / 'include'}", f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lc10"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
+        raise BackendError(f"{Path(compiler).name} failed: {'; '.join(errors[:2])}")
+
+
+def _open(path: Path) -> ctypes.CDLL:
+    library = ctypes.CDLL(str(path))
+    for name in ("rope", "gated_act", "gated_act_backward", "add_rms_norm", "add_rms_norm_backward", "add"):
+        getattr(library, f"tripoint_{name}").restype = None
+    return library
+
+
+def _differing_ops() -> list[str]:
+    """The ops whose bits on a small sample are not the reference's."""
+    generator = torch.Generator().manual_seed(0)
+
+    def sample(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(*shape, generator=generator).mul(3).to(dtype)
+
+    x, residual, weight, grad = sample(40, 612), sample(40, 612), sample(612), sample(40, 612)
+    wide, wide_residual = sample(40, 612, dtype=torch.float32), sample(40, 612, dtype=torch.float32)
+    angles = sample(40, 36, dtype=torch.float32)
+    cos, sin = angles.cos(), angles.sin()
+    bf16 = torch.bfloat16
+    calls: list[tuple[str, tuple[object, ...]]] = []
+    calls += [("rope", (x[:, :36], cos, sin, "bf16", compute, "rne", bf16)) for compute in _COMPUTES]
+    # In FP32 nothing hides a different last bit.
+    calls.append(("gated_act", (wide, wide_residual, "silu", False, "fp32", "rne")))
+    calls.append(("gated_act_backward", (wide_residual, wide, wide_residual, "silu", False, "fp32", "rne")))
+    calls.append(("gated_act", (x, residual, "silu", True, "bf16", "rne")))
+    norm = ("before_var", True, True)
+    calls.append(("add_rms_norm", (x, residual, weight, 1e-5, "never", False, False, False, "rne", bf16)))
+    rstd = reference.add_rms_norm(x, residual, weight, 1e-5, *norm, True, "rne", bf16)[2]
+    calls.append(("add_rms_norm_backward", (grad, grad, x, residual, weight, rstd, *norm, "rne", bf16)))
+    calls.append(("add_rms_norm_backward", (grad, None, wide, None, weight, rstd, "never", False, True, "rne", bf16)))
+    calls.append(("residual_add", (x, wide, True, "rne", bf16)))
+    calls.append(("cast_to", (wide, bf16, "rtz")))
+
+    def same(mine: object, expected: object) -> bool:
+        if isinstance(mine, Tensor) and isinstance(expected, Tensor):
+            return torch.equal(mine, expected)
+        return all(same(a, b) for a, b in zip(mine, expected, strict=True))  # type: ignore[call-overload]
+
+    differ = {name for name, args in calls if not same(globals()[name](*args), getattr(reference, name)(*args))}
+    return sorted(differ)
+
+
+# -- the ops ----------------------------------------------------------------------------------------------------------
+
+
+def _run(kernel: str, args: ctypes.Structure) -> None:
+    getattr(_library(), f"tripoint_{kernel}")(ctypes.byref(args))
+
+
+def _supported(dtype: torch.dtype, *tensors: Tensor | None) -> bool:
+    """Whether every tensor is in the compute dtype or FP32: what the kernels read."""
+    return dtype in _DTYPES and all(t is None or t.dtype in (dtype, torch.float32) for t in tensors)
+
+
+def _wide(tensor: Tensor | None) -> bool:
+    return tensor is not None and tensor.dtype == torch.float32
+
+
+def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """An empty tensor laid out like `x`, if that leaves rows whole; otherwise contiguous."""
+    out = torch.empty_like(x, dtype=dtype)
+    return out if out.stride(-1) == 1 else out.contiguous()
+
+
+def _laid_out_like(x: Tensor, out: Tensor) -> Tensor:
+    """`out` in the layout that `torch.empty_like(x)` has, which is what the fake kernels promise the compiler."""
+    if x.is_contiguous() and out.is_contiguous():
+        return out
+    wanted = torch.empty_like(x, dtype=out.dtype)
+    return out if wanted.stride() == out.stride() else wanted.copy_(out)
+
+
+class _Outer:
+    """The outer dimensions of a kernel's tensors (at most three), in the order it walks through them."""
+
+    def __init__(self, shape: torch.Size, order: list[int]) -> None:
+        self._order = order
+        self._padding = (0,) * (3 - len(order))
+        self._kept: list[Tensor] = []
+        self.size = (c_int64 * 3)(*(1 for _ in self._padding), *(shape[dim] for dim in order))
+
+    def rows(self, tensor: Tensor | None) -> _Rows:
+        """A kernel's view of `tensor`, or of a copy, which lives as long as this object, if its rows are not in one piece."""
+        if tensor is None:
+            return _Rows()
+        if tensor.stride(-1) != 1:
+            tensor = tensor.contiguous()
+            self._kept.append(tensor)
+        stride = tensor.stride()
+        return _Rows(tensor.data_ptr(), (*self._padding, *(stride[dim] for dim in self._order)), _wide(tensor))
+
+
+def rope(x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype) -> Tensor:
+    """See `reference.rope`."""
+    if not _supported(dtype, x) or not cos.dtype == sin.dtype == torch.float32 or x.dim() > 4:
+        return reference.rope(x, cos, sin, table, compute, cast, dtype)
+    return _rotate(x, cos, sin, dtype, dtype, table == "bf16", cast, compute, cast, backward=False)
+
+
+def rope_backward(
+    grad: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype, x_dtype: torch.dtype
+) -> Tensor:
+    """See `reference.rope_backward`."""
+    if not _supported(dtype, grad) or not cos.dtype == sin.dtype == torch.float32 or grad.dim() > 4:
+        return reference.rope_backward(grad, cos, sin, table, compute, cast, dtype, x_dtype)
+    compute = "bf16" if compute == "bf16" and x_dtype == dtype else "fp32"
+    return _rotate(grad, cos, sin, dtype, x_dtype, table == "bf16", cast, compute, "rne", backward=True)
+
+
+def _rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    round_table: bool,
+    table_cast: str,
+    compute: str,
+    cast: str,
+    backward: bool,
+) -> Tensor:
+    out = _like(x, out_dtype)
+    if out.numel() > 0:
+        cos, sin = cos.expand(x.shape), sin.expand(x.shape)
+        # Rows that share a row of the table come one after the other; otherwise in the order they have in memory.
+        order = sorted(range(x.dim() - 1), key=lambda dim: (cos.stride()[dim] == 0, -x.stride()[dim]))
+        outer = _Outer(x.shape, order)
+        _run(
+            "rope",
+            _RopeArgs(
+                *(outer.rows(t) for t in (x, cos, sin, out)),
+                *(outer.size, x.shape[-1], _DTYPES[dtype], round_table, _CASTS[table_cast]),
+                *(_COMPUTES[compute], _CASTS[cast], backward),
+            ),
+        )
+    return _laid_out_like(x, out)
+
+
+def gated_act(gate: Tensor, up: Tensor, act: str, silu_round: bool, sig: str, cast: str) -> Tensor:
+    """See `reference.gated_act`."""
+    dtype = gate.dtype
+    if act != "silu" or dtype not in _DTYPES or up.dtype != dtype:
+        # ATen's gelu is oneDNN's, whose last bits nobody else has.
+        return reference.gated_act(gate, up, act, silu_round, sig, cast)
+    gates, ups = gate.contiguous(), up.contiguous()
+    out = torch.empty_like(gates)
+    _run(
+        "gated_act",
+        _GatedArgs(
+            *(None, gates.data_ptr(), ups.data_ptr(), out.data_ptr(), None, None, out.numel()),
+            *(_DTYPES[dtype], silu_round, sig == "bf16", _CASTS[cast]),
+        ),
+    )
+    return _laid_out_like(gate, out)
+
+
+def gated_act_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, act: str, silu_round: bool, sig: str, cast: str
+) -> tuple[Tensor, Tensor]:
+    """See `reference.gated_act_backward`."""
+    dtype = gate.dtype
+    if act != "silu" or dtype not in _DTYPES or not up.dtype == grad.dtype == dtype:
+        return reference.gated_act_backward(grad, gate, up, act, silu_round, sig, cast)
+    grads, gates, ups = grad.contiguous(), gate.contiguous(), up.contiguous()
+    grad_gate, grad_up = torch.empty_like(gates), torch.empty_like(ups)
+    _run(
+        "gated_act_backward",
+        _GatedArgs(
+            *(grads.data_ptr(), gates.data_ptr(), ups.data_ptr(), None, grad_gate.data_ptr(), grad_up.data_ptr()),
+            *(gates.numel(), _DTYPES[dtype], silu_round, sig == "bf16", _CASTS[cast]),
+        ),
+    )
+    return _laid_out_like(gate, grad_gate), _laid_out_like(up, grad_up)
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    sum_round: str,
+    norm_round: bool,
+    out_round: bool,
+    carry_round: bool | None,
+    cast: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.add_rms_norm`."""
+    if not _supported(dtype, x, residual, weight) or x.dim() > 4:
+        return reference.add_rms_norm(x, residual, weight, eps, sum_round, norm_round, out_round, carry_round, cast, dtype)
+    weight = weight.contiguous()
+    out = _like(x, dtype if out_round else torch.float32)
+    carry = None if carry_round is None else _like(x, dtype if carry_round else torch.float32)
+    rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    outer = _Outer(x.shape, list(range(x.dim() - 1)))
+    _run(
+        "add_rms_norm",
+        _NormArgs(
+            x=outer.rows(x),
+            residual=outer.rows(residual),
+            out=outer.rows(out),
+            carry=outer.rows(carry),
+            rstd=outer.rows(rstd),
+            weight=weight.data_ptr(),
+            size=outer.size,
+            hidden=x.shape[-1],
+            eps=eps,
+            dtype=_DTYPES[dtype],
+            weight_wide=_wide(weight),
+            sum_round=_SUM_ROUNDS[sum_round],
+            norm_round=norm_round,
+            cast=_CASTS[cast],
+        ),
+    )
+    return _laid_out_like(x, out), x.new_empty(0) if carry is None else _laid_out_like(x, carry), rstd
+
+
+def add_rms_norm_backward(
+    grad_out: Tensor,
+    grad_carry: Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    rstd: Tensor,
+    sum_round: str,
+    norm_round: bool,
+    out_round: bool,
+    cast: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.add_rms_norm_backward`."""
+    if not _supported(dtype, grad_out, grad_carry, x, residual, weight) or x.dim() > 4:
+        return reference.add_rms_norm_backward(
+            grad_out, grad_carry, x, residual, weight, rstd, sum_round, norm_round, out_round, cast, dtype
+        )
+    weight = weight.contiguous()
+    grad_x, grad_weight = _like(x, x.dtype), torch.empty_like(weight)
+    # One tensor stands for both gradients where the inputs share a dtype.
+    grad_residual = None if residual is None or residual.dtype == x.dtype else _like(residual, residual.dtype)
+    # The weight's gradient is summed over rows in the order that the gradient at the output has in memory.
+    order = sorted(range(x.dim() - 1), key=lambda dim: -grad_out.stride()[dim])
+    outer = _Outer(x.shape, order)
+    _run(
+        "add_rms_norm_backward",
+        _NormArgs(
+            x=outer.rows(x),
+            residual=outer.rows(residual),
+            grad_out=outer.rows(grad_out),
+            grad_carry=outer.rows(grad_carry),
+            grad_x=outer.rows(grad_x),
+            grad_residual=outer.rows(grad_residual),
+            rstd=outer.rows(rstd),
+            weight=weight.data_ptr(),
+            grad_weight=grad_weight.data_ptr(),
+            size=outer.size,
+            hidden=x.shape[-1],
+            dtype=_DTYPES[dtype],
+            weight_wide=_wide(weight),
+            sum_round=_SUM_ROUNDS[sum_round],
+            norm_round=norm_round,
+            stepwise=sum_round == "before_var" and norm_round and out_round,
+            cast=_CASTS[cast],
+        ),
+    )
+    out = _laid_out_like(x, grad_x)
+    if residual is None:
+        return out, x.new_empty(0), grad_weight
+    return out, _laid_out_like(residual, grad_x if grad_residual is None else grad_residual), grad_weight
+
+
+def residual_add(x: Tensor, residual: Tensor, rounded: bool, cast: str, dtype: torch.dtype) -> Tensor:
+    """See `reference.residual_add`."""
+    if not _supported(dtype, x, residual):
+        return reference.residual_add(x, residual, rounded, cast, dtype)
+    return _add(x, residual, dtype, dtype if rounded else torch.float32, cast)
+
+
+def cast_to(x: Tensor, dtype: torch.dtype, cast: str) -> Tensor:
+    """See `rounding.cast_to`."""
+    return _add(x, None, dtype, dtype, cast) if _supported(dtype, x) else reference.cast_to(x, dtype, cast)
+
+
+def _add(x: Tensor, residual: Tensor | None, dtype: torch.dtype, out_dtype: torch.dtype, cast: str) -> Tensor:
+    xs = x.contiguous()
+    residuals = None if residual is None else residual.contiguous()
+    out = torch.empty_like(xs, dtype=out_dtype)
+    _run(
+        "add",
+        _AddArgs(
+            *(xs.data_ptr(), None if residuals is None else residuals.data_ptr(), out.data_ptr(), out.numel()),
+            *(_DTYPES[dtype], _wide(xs), _wide(residuals), _wide(out), _CASTS[cast]),
+        ),
+    )
+    return _laid_out_like(x, out)

