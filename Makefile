@@ -20,7 +20,7 @@ PIP_TORCH = -m pip install --retries 1 --extra-index-url $(TORCH_INDEX)
 
 demo: .venv/.ready
 	@start=$$(date +%s); \
-	.venv/bin/tripoint diagnose --engine vllm --out out/demo && \
+	.venv/bin/tripoint diagnose --engine vllm --quick --out out/demo && \
 	echo "make demo took $$(( $$(date +%s) - start )) s (without setting up .venv)"
 
 test: .venv/.ready

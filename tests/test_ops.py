@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -26,6 +27,14 @@ EPS = 1e-6
 few = settings(max_examples=12, deadline=None)
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"], autouse=True)
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything here holds for the readable formulas and for the fused kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRIPOINT_BACKEND", request.param)
+        yield
 
 
 def f32(x: Tensor) -> np.ndarray:

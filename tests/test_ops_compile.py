@@ -99,14 +99,41 @@ def fresh_compiler() -> None:
     torch.compiler.reset()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_compiled_gives_the_same_bits(case: str) -> None:
-    function, inputs = CASES[case]
+def assert_compiled_equals_uncompiled(
+    function: Callable[..., list[Tensor]], inputs: tuple[Tensor, ...], backend: str = "inductor"
+) -> None:
     expected = outputs_and_gradients(function, inputs)
-    actual = outputs_and_gradients(torch.compile(function, fullgraph=True), inputs)
+    actual = outputs_and_gradients(torch.compile(function, fullgraph=True, backend=backend), inputs)
     for number, (one, other) in enumerate(zip(actual, expected, strict=True)):
         assert one.dtype == other.dtype
-        assert torch.equal(one, other), f"{case}: result {number} of {len(expected)}"
+        assert torch.equal(one, other), f"result {number} of {len(expected)}"
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_traced_ops_give_the_same_bits_under_every_schedule(case: str) -> None:
+    """All that `torch.compile` does but for generating code: tracing, fake kernels, functionalising, partitioning."""
+    assert_compiled_equals_uncompiled(*CASES[case], backend="aot_eager")
+
+
+def test_compiled_ops_give_the_same_bits_for_every_code() -> None:
+    """One graph with every code, so that Inductor has everything to fuse that it wants to."""
+
+    def all_codes(query: Tensor, gate: Tensor, up: Tensor, x: Tensor, residual: Tensor, weight: Tensor) -> list[Tensor]:
+        queries, gates, ups = (2 * query).unbind(), (2 * gate).unbind(), (0.25 * up).unbind()
+        *xs, last_x = (2 * x).unbind()
+        *residuals, last_residual = (4 * residual).unbind()
+        out = [ops.rope(q, cos, sin, *ROPE[code], "rne", DTYPE) for q, code in zip(queries, ROPE, strict=True)]
+        for g, u, code in zip(gates, ups, SWIGLU, strict=True):
+            out.append(ops.gated_act(g, u, "silu", *SWIGLU[code], "rne"))
+        for x_, r, w, code in zip(xs, residuals, weight.unbind(), NORM, strict=True):
+            out += ops.add_rms_norm(x_, r, w, EPS, *NORM[code], True, True, "rne", DTYPE)[:2]
+        out.append(ops.residual_add(last_x, last_residual, True, "rne", DTYPE))
+        return [0.5 * y.float() for y in out]
+
+    cos, sin = tables(9, 16)
+    query, gate, up = leaf(len(ROPE), 2, 3, 9, 16, seed=1), leaf(len(SWIGLU), 7, 48, seed=2), leaf(len(SWIGLU), 7, 48, seed=3)
+    x, residual, weight = leaf(len(NORM) + 1, 4, 48, seed=4), leaf(len(NORM) + 1, 4, 48, seed=5), leaf(len(NORM), 48, seed=6)
+    assert_compiled_equals_uncompiled(all_codes, (query, gate, up, x, residual, weight))
 
 
 def test_without_custom_ops_the_compiler_drops_roundings() -> None:

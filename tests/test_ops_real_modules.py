@@ -6,7 +6,7 @@ Outputs and, where the schedule is transformers' own (R1 S1 N1), every gradient.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -26,6 +26,14 @@ EPS = 1e-6
 
 dtypes = pytest.mark.parametrize("dtype", DTYPES, ids=["bf16", "fp16"])
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
+
+
+@pytest.fixture(scope="module", params=["reference", "cpu"], autouse=True)
+def backend(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Everything here holds for the readable formulas and for the fused kernels."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRIPOINT_BACKEND", request.param)
+        yield
 
 
 def random(shape: tuple[int, ...], dtype: torch.dtype = BF16, seed: int = 0, scale: float = 1.0) -> Tensor:
@@ -257,7 +265,7 @@ def test_mlp_under_autocast_is_s1(architecture: str) -> None:
 HIDDEN, INTERMEDIATE, HEAD_DIM, THETA, TOKENS = 1024, 512, 64, 1e6, 256
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def given() -> dict[str, Any]:
     return {
         "x": random((TOKENS, HIDDEN), BF16, 1),
@@ -272,7 +280,7 @@ def given() -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def vllm(given: dict[str, Any]) -> dict[str, Tensor]:
     return vllm_modules.run(given)
 

@@ -9,15 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import FileLock
-from safetensors.torch import load_file, save_file
-from torch import Tensor
-from torch.nn.utils import parameters_to_vector
-from transformers import DynamicCache, PreTrainedModel
-
 from experiments.collapse import pocket, sides, task
 from experiments.collapse.arms import ARMS, Arm, arm_named
 from experiments.collapse.spec import Run
+from filelock import FileLock
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+
 from tripoint.errors import MeasurementError
 
 PROMPTS_PER_UPDATE, SAMPLES = 16, 8
@@ -63,7 +62,7 @@ def _warm_up(run: Run) -> list[Tensor]:
         completions = task.answers(batch)
         loss = -logprobs_of(completion_logits(model, batch, completions), completions).mean()
         optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
     raise MeasurementError(f"{run.shape}, keys {run.key_size:g}: not warmed up after {SFT_MOST_UPDATES} updates")
 
@@ -73,20 +72,25 @@ def _warm_up(run: Run) -> list[Tensor]:
 
 @torch.no_grad()
 def sample(engine: PreTrainedModel, prompts: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Completions [batch, LENGTH] of `prompts`, their log-probabilities and the entropies, in nats, of each position.
+    """Sample completions [batch, LENGTH]; also their log-probabilities and the entropies, in nats, of each position.
 
-    Decodes with a KV cache. `uniform` [LENGTH, batch] in [0, 1), FP64, decides: each token is where the distribution function
-    passes it.
+    Every prompt is answered batch / len(prompts) times, its samples next to each other: one prefill per prompt, then decoding
+    with a KV cache. `uniform` [LENGTH, batch] in [0, 1), FP64, decides: a token is where the distribution function passes it.
     """
+    samples = uniform.shape[1] // len(prompts)
     cache = DynamicCache(config=engine.config)
-    ids, tokens, logprobs, entropies = prompts, [], [], []
-    for position_uniform in uniform:
-        logits = engine(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1).logits[:, -1]
-        every = logits.double().log_softmax(-1)
+    logits = engine(input_ids=prompts, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    logits = logits.repeat_interleave(samples, dim=0)
+    cache.batch_repeat_interleave(samples)
+    tokens, logprobs, entropies = [], [], []
+    for position, position_uniform in enumerate(uniform):
+        if position > 0:
+            logits = engine(input_ids=tokens[-1], past_key_values=cache, use_cache=True).logits
+        every = logits[:, -1].double().log_softmax(-1)
         below = every.exp().cumsum(-1)
-        ids = torch.searchsorted(below, position_uniform[:, None] * below[:, -1:], right=True)
-        tokens.append(ids)
-        logprobs.append(every.gather(-1, ids))
+        token = torch.searchsorted(below, position_uniform[:, None] * below[:, -1:], right=True)
+        tokens.append(token)
+        logprobs.append(every.gather(-1, token))
         entropies.append(-(every.exp() * every).sum(-1, keepdim=True))
     return torch.cat(tokens, 1), torch.cat(logprobs, 1), torch.cat(entropies, 1)
 
@@ -120,12 +124,11 @@ def policy_logits(
 
 def advantages(run: Run, rewards: Tensor) -> Tensor:
     """One advantage per completion, from rewards [prompts * SAMPLES], samples of a prompt next to each other."""
-    if run.advantage == "negative":
-        return rewards - 1.0 + run.offset
-    if run.advantage == "signed":
-        return 2.0 * rewards - 1.0
+    if isinstance(run.baseline, float):
+        return rewards - run.baseline
     groups = rewards.view(-1, SAMPLES)
-    return ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-4)).flatten()
+    centred = groups - groups.mean(1, keepdim=True)
+    return (centred / (groups.std(1, keepdim=True) + 1e-4) if run.baseline == "group" else centred).flatten()
 
 
 def train(run: Run, weights: list[Tensor]) -> Iterator[dict[str, Any]]:
@@ -153,10 +156,10 @@ def train(run: Run, weights: list[Tensor]) -> Iterator[dict[str, Any]]:
         started = time.perf_counter()
         for model in (trainer, engine):
             pocket.copy_weights(model, masters)
-        chosen = torch.randperm(len(prompts), generator=generator)[:PROMPTS_PER_UPDATE].repeat_interleave(SAMPLES)
-        uniform = torch.rand(task.LENGTH, len(chosen), generator=generator, dtype=torch.float64)
-        batch = prompts[chosen]
-        completions, engine_logprobs, entropy = sample(engine, batch, uniform)
+        chosen = prompts[torch.randperm(len(prompts), generator=generator)[:PROMPTS_PER_UPDATE]]
+        uniform = torch.rand(task.LENGTH, len(chosen) * SAMPLES, generator=generator, dtype=torch.float64)
+        completions, engine_logprobs, entropy = sample(engine, chosen, uniform)
+        batch = chosen.repeat_interleave(SAMPLES, dim=0)
         rewards = task.reward(batch, completions)
         weight = advantages(run, rewards)[:, None]
 
@@ -168,10 +171,10 @@ def train(run: Run, weights: list[Tensor]) -> Iterator[dict[str, Any]]:
         corrected = weight * d.exp().clamp(max=TIS_LIMIT) if arm.correction == "tis" else weight
         loss = -(corrected * logprobs).mean()
         gradients = torch.autograd.grad(scaler.scale(loss), list(carrier.parameters()))
-        for master, gradient in zip(masters, gradients, strict=True):
-            master.grad = gradient.float()
+        for master, scaled in zip(masters, gradients, strict=True):
+            master.grad = scaled.float()
         scaler.unscale_(optimizer)
-        gradient = parameters_to_vector([master.grad for master in masters])
+        gradient = torch.cat([master.grad.flatten() for master in masters if master.grad is not None])
 
         record: dict[str, Any] = {
             "update": update,
@@ -198,8 +201,8 @@ def _engine_gradient(
 ) -> Tensor:
     """What the gradient would be if the trainer were the engine."""
     loss = -(weight * logprobs_of(completion_logits(engine, prompts, completions), completions)).mean()
-    scaled = parameters_to_vector(torch.autograd.grad(scaler.scale(loss), list(engine.parameters())))
-    return scaled.float() / scaler.get_scale()
+    gradients = torch.autograd.grad(scaler.scale(loss), list(engine.parameters()))
+    return torch.cat([gradient.flatten().float() for gradient in gradients]) / scaler.get_scale()
 
 
 def gradient_bias(gradient: Tensor, reference: Tensor) -> dict[str, float]:

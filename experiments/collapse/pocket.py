@@ -33,6 +33,8 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """Model families by the name a configuration gives them. Only qwen2's layout has biases in its key projections."""
 
+_NO_SPECIAL_TOKENS: dict[str, Any] = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
+
 
 def build(shape: str, dtype: torch.dtype) -> PreTrainedModel:
     """A model of family `shape` in `dtype`, weights arbitrary."""
@@ -46,18 +48,18 @@ def build(shape: str, dtype: torch.dtype) -> PreTrainedModel:
         max_position_embeddings=64,
         rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         tie_word_embeddings=False,
-        **{"bos_token_id": None, "eos_token_id": None, "pad_token_id": None},
+        **_NO_SPECIAL_TOKENS,
         **SHAPES[shape],
     )
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="fp64")
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="fp64")  # type: ignore[no-untyped-call]
     for module in model.modules():
         if isinstance(module, nn.Linear):
             module.forward = partial(_linear, module)  # type: ignore[method-assign]
-    return model.eval()
+    return model.eval()  # type: ignore[no-any-return]
 
 
 @torch.no_grad()
-def initialise(model: PreTrainedModel, key_size: float, seed: int) -> None:
+def initialise(model: Any, key_size: float, seed: int) -> None:
     """Fresh weights with keys of magnitude `key_size` in the rotary pairs `KEY_PAIRS` of every layer.
 
     Where key projections have biases, the keys are large by them, in a direction drawn for each layer and pair. Elsewhere
@@ -72,7 +74,7 @@ def initialise(model: PreTrainedModel, key_size: float, seed: int) -> None:
             parameter.zero_()
         else:
             parameter.copy_(torch.randn(parameter.shape, generator=generator) / parameter.shape[1] ** 0.5)
-    embedding = model.get_input_embeddings().weight
+    embedding: Tensor = model.get_input_embeddings().weight
     embedding.copy_(torch.randn(embedding.shape, generator=generator))
     for layer in model.model.layers:
         key = layer.self_attn.k_proj

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from experiments.collapse import pocket
+from experiments.collapse.arms import STOCK, Arm
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from experiments.collapse import pocket
-from experiments.collapse.arms import STOCK, Arm
 from tripoint.align import align
 from tripoint.align.forwards import AlignedAttention
 from tripoint.schedule import RoundingSchedule
@@ -32,17 +32,16 @@ def build_trainer(arm: Arm, shape: str, noise: torch.Generator) -> PreTrainedMod
         _return_to_stock(model, arm.layers, arm.trainer)
     if arm.noise == "rope":
         for layer in model.model.layers:
-            aligned = layer.self_attn.forward
-            layer.self_attn.forward = NoisyAttention(aligned, noise)
+            layer.self_attn.forward = NoisyAttention(layer.self_attn, arm.trainer, noise).forward
     return model
 
 
 class NoisyAttention(AlignedAttention):
     """Attention whose rotated queries and keys are moved by as much as `STOCK` would move them, in a random direction."""
 
-    def __init__(self, aligned: AlignedAttention, noise: torch.Generator) -> None:
-        super().__init__(aligned.module, aligned.name, aligned.replaced, aligned.schedule)
-        self.stock = AlignedAttention(aligned.module, aligned.name, aligned.replaced, RoundingSchedule.parse(STOCK))
+    def __init__(self, module: nn.Module, schedule: str, noise: torch.Generator) -> None:
+        super().__init__(module, "self_attn", None, RoundingSchedule.parse(schedule))
+        self.stock = AlignedAttention(module, "self_attn", None, RoundingSchedule.parse(STOCK))
         self.noise = noise
 
     def _rotate(self, unaligned: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
@@ -61,19 +60,17 @@ def moved_at_random(here: Tensor, there: Tensor, noise: torch.Generator) -> Tens
 
 
 def _return_to_stock(model: PreTrainedModel, aligned_layers: int, target: str) -> None:
-    """Leave only the first layers of a model aligned to `target`.
+    """Leave only the first layers of a model aligned to `target`, at least one.
 
-    `align` takes a model as a whole. Here the forwards of two alignments are mixed, and where the two meet, the layer below
-    hands on the residual sum as the norm above wants it.
+    `align` takes a model as a whole, so this mixes the forwards of several alignments. Where the layers meet, the one below
+    has to hand on its residual sum as the stock norm above it wants it.
     """
-    modules: list[nn.Module] = [model.model.norm]
-    for layer in model.model.layers[aligned_layers:]:
-        modules += [module for module in layer.modules() if "forward" in vars(module) and not isinstance(module, nn.Linear)]
+    boundary, *others = model.model.layers[aligned_layers - 1 :]
+    modules = [model.model.norm, *(module for layer in others for module in layer.modules())]
     align(model, STOCK)
-    stock = [module.forward for module in modules]
+    taken = {module: module.forward for module in modules}
+    align(model, f"{target} N.input={RoundingSchedule.parse(STOCK).norm.input.code}")
+    taken[boundary] = boundary.forward
     align(model, target)
-    for module, forward in zip(modules, stock, strict=True):
-        module.forward = forward  # type: ignore[method-assign]
-    if 0 < aligned_layers < len(model.model.layers):
-        last, first = (model.model.layers[i].forward for i in (aligned_layers - 1, aligned_layers))
-        last.following = first.own
+    for module, forward in taken.items():
+        module.forward = forward

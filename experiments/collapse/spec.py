@@ -11,43 +11,49 @@ from typing import Any
 
 from experiments.collapse.arms import arm_named
 from experiments.collapse.pocket import SHAPES
+
 from tripoint.errors import UsageError
 from tripoint.schedule import suggest
 
 CONFIG = Path(__file__).with_name("config.toml")
 
-ADVANTAGES = ("negative", "signed", "group")
-"""negative: r - 1. signed: 2 r - 1. group: r less its mean over the samples of a prompt, by their standard deviation."""
+GROUP_BASELINES = ("mean", "group")
+"""Baselines other than a number: the mean reward over the samples of a prompt, and that with the difference divided by their
+standard deviation (GRPO)."""
 
 
 @dataclass(frozen=True)
 class Run:
     """One training run. Two runs of the same `sft_seed` start from the same weights; two of the same `seed` also see the same
-    prompts and the same random numbers when sampling."""
+    prompts and the same random numbers when sampling.
+
+    The advantage is r - `baseline`, with rewards r of 0 and 1: at 1 only failures count, at 0 only successes, and 0.5 means
+    rewards of +-1 (up to a factor, which Adam ignores). `key_size`: see `pocket.initialise`.
+    """
 
     arm: str
     sft_seed: int
     seed: int
     shape: str = "qwen2"
     key_size: float = 100.0
-    advantage: str = "negative"
-    offset: float = 0.0
+    baseline: float | str = 1.0
     lr: float = 1e-4
     updates: int = 400
 
     def __post_init__(self) -> None:
         arm_named(self.arm)
-        for name, known in (("shape", tuple(SHAPES)), ("advantage", ADVANTAGES)):
-            if getattr(self, name) not in known:
-                raise UsageError(f"{name}={getattr(self, name)!r}: known are {', '.join(known)}")
+        if self.shape not in SHAPES:
+            raise UsageError(f"unknown shape {self.shape!r}{suggest(self.shape, list(SHAPES))}")
+        if isinstance(self.baseline, str) and self.baseline not in GROUP_BASELINES:
+            raise UsageError(f"baseline={self.baseline!r}: give a number, {' or '.join(GROUP_BASELINES)}")
 
     @property
     def condition(self) -> str:
         """The arm with every setting that is not the default: runs of one condition differ in their seeds only."""
         settings = [
-            f"{f.name}={getattr(self, f.name):g}" if isinstance(f.default, float) else f"{f.name}={getattr(self, f.name)}"
+            f"{f.name}={value:g}" if isinstance(value, float) else f"{f.name}={value}"
             for f in fields(self)[3:]
-            if getattr(self, f.name) != f.default
+            if (value := getattr(self, f.name)) != f.default
         ]
         return " ".join([self.arm, *settings])
 

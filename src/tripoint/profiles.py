@@ -125,7 +125,10 @@ def _from_file(path: Path) -> Target:
         raise UsageError(f"{path}: not a TOML file: {error}") from None
     if "schedule" not in data:
         raise UsageError(f"{path}: no [schedule] table; save a fingerprint with `tripoint fingerprint STACK --save`")
-    schedule = RoundingSchedule.from_dict(data["schedule"], where=f"{path}: schedule")
+    try:
+        schedule = RoundingSchedule.from_dict(data["schedule"])
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from None
     origin = f", measured on {data['stack']}" if "stack" in data else ""
     return Target(schedule, str(path), f"schedule {schedule} from {path}{origin}")
 

@@ -1,8 +1,9 @@
 """What an aligned module runs instead of its class's `forward`.
 
-One callable class per kind of module. An instance of it sits in the module's `__dict__` under `forward`, so the class, its
-parameters, its hooks and every other instance stay as they were. They are plain objects rather than closures so that
-`copy.deepcopy` and pickle carry them along with the model.
+One class per kind of module. A bound `forward` of its instance sits in the module's `__dict__`, so the module's class, its
+parameters, its hooks and every other instance stay as they were. Bound methods rather than closures, because
+`copy.deepcopy` and pickle carry them along with the model; rather than callable objects, because Dynamo lets layers that
+differ in nothing else share one compiled graph.
 
 Between decoder layers the residual sum travels unrounded (FP32) wherever the next norm must see it so; that norm's site
 rounds what the next add sees. In FP32 models without autocast there is nothing to round, and every module runs what it ran
@@ -29,14 +30,14 @@ from tripoint.schedule import NormRounding, QkNormRounding, RoundingSchedule
 # instance's own `forward` replaces: there it is ours to do.
 _CHECKPOINTS_IN_CALL = "__call__" in vars(GradientCheckpointingLayer)
 
-# What transformers passes to a layer it checkpoints: a cache would be written a second time when the layer is replayed.
-_WITHOUT_CACHE: dict[str, Any] = {"cache": None, "past_key_values": None, "use_cache": False}
+# What a layer that is checkpointed gets instead: a cache would be written a second time when the layer is replayed.
+_NO_CACHE: dict[str, Any] = {"cache": None, "past_key_values": None, "use_cache": False}
 
 
 def compute_dtype(held: torch.dtype, x: Tensor) -> torch.dtype | None:
     """What a module that holds its numbers in dtype `held` rounds to: `held`, or the autocast dtype where that is FP32.
 
-    None if that is no 16-bit dtype, so that nothing is rounded. `x` tells the device.
+    None if that is no 16-bit dtype: then nothing is rounded. `x` tells the device.
     """
     device = x.device.type
     if held == torch.float32 and torch.is_autocast_enabled(device):
@@ -64,11 +65,8 @@ class AlignedForward:
 
 
 class Carry:
-    """Where a norm leaves the residual sum for the next add, and whether that is rounded.
-
-    The norm still returns one tensor to whoever hooks it. This is no list or tuple, which accelerate and FSDP copy on the way
-    into a module.
-    """
+    """Where a norm puts the residual sum for the next add, `rounded` or not, so that the module still returns one tensor to
+    whoever hooks it. Not a list: accelerate and FSDP copy those on their way into a module."""
 
     total: Tensor
 
@@ -77,8 +75,8 @@ class Carry:
 
 
 class AlignedNorm(AlignedForward):
-    """RMSNorm, alone or after a residual add. `site` is input, post_attention, final or qk; `of_sum`: its input is a sum that
-    the layer before has left unrounded where the site's schedule wants it so."""
+    """RMSNorm, alone or after a residual add. `site` is input, post_attention, final or qk; `after_add` says that its input is
+    the sum of an add in the layer before, which that layer rounds only where this site's schedule says so."""
 
     def __init__(
         self,
@@ -87,15 +85,16 @@ class AlignedNorm(AlignedForward):
         replaced: Callable[..., Any] | None,
         schedule: RoundingSchedule,
         site: str,
-        of_sum: bool,
+        after_add: bool,
     ) -> None:
         super().__init__(module, name, replaced, schedule)
-        self.rounding: NormRounding | QkNormRounding = getattr(schedule.norm, site)
-        # A QK-norm has no sum in front of it to round; the other norms' outputs are rounded for the GEMMs they go into.
-        qk = isinstance(self.rounding, QkNormRounding)
-        self.sum_round = "before_var" if qk else self.rounding.sum_round
-        self.out_round = self.rounding.out_round if qk else True
-        self.of_unrounded_sum = of_sum and self.sum_round != "before_var"
+        rounding: NormRounding | QkNormRounding = getattr(schedule.norm, site)
+        self.norm_round, self.cast = rounding.norm_round, rounding.cast
+        if isinstance(rounding, QkNormRounding):
+            self.sum_round, self.out_round = "before_var", rounding.out_round  # there is no sum in front of it to round
+        else:
+            self.sum_round, self.out_round = rounding.sum_round, True  # it goes into a GEMM
+        self.needs_fp32 = after_add and self.sum_round != "before_var"
 
     def forward(self, hidden_states: Tensor, *, residual: Tensor | None = None, carry: Carry | None = None) -> Tensor:
         """The normalised `hidden_states + residual`."""
@@ -103,23 +102,24 @@ class AlignedNorm(AlignedForward):
         dtype = compute_dtype(weight.dtype, hidden_states)
         if dtype is None:
             if carry is not None:
-                raise RuntimeError(f"{self.name}: its weight is {weight.dtype}, but its layer computes in 16 bits; give all norms one dtype")
+                raise RuntimeError(
+                    f"{self.name}: {weight.dtype} weight in a layer that rounds to 16 bits; give all norms one dtype"
+                )
             return self.unaligned(hidden_states)
-        if self.of_unrounded_sum:
+        if self.needs_fp32:
             _require_fp32(hidden_states, self.name, "the residual sum")
         if weight.dtype != dtype:
             weight = ops.round_to(weight, "rne", dtype)
-        eps: float = self.module.variance_epsilon  # type: ignore[assignment]
         out, total, _ = ops.add_rms_norm(
             hidden_states,
             residual,
             weight,
-            eps,
+            self.module.variance_epsilon,  # type: ignore[arg-type]
             self.sum_round,
-            self.rounding.norm_round,
+            self.norm_round,
             self.out_round,
             None if carry is None else carry.rounded,
-            self.rounding.cast,
+            self.cast,
             dtype,
         )
         if carry is not None:
@@ -154,8 +154,10 @@ class AlignedRotaryEmbedding(AlignedForward):
     """The cos and sin tables in FP32; whether they are rounded is decided where they are applied."""
 
     def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        if compute_dtype(x.dtype, x) is None:
+            return self.unaligned(x, position_ids)
         angle = self.schedule.rope.angle
-        if angle == "pos*inv" or compute_dtype(x.dtype, x) is None:
+        if angle == "pos*inv":
             # transformers' own table, which it casts to the dtype of its first argument.
             return self.unaligned(x.new_empty(0, dtype=torch.float32), position_ids)
         config: Any = self.module.config
@@ -177,7 +179,7 @@ class AlignedAttention(AlignedForward):
         self._build()
 
     def _build(self) -> None:
-        original = inspect.unwrap(own_class(self.module).forward)
+        original = attention_code(self.module)
         # Without `__name__` Dynamo cannot mistake these globals for the module's own, where the unaligned rotation is.
         names = {key: value for key, value in original.__globals__.items() if key != "__name__"}
         names["apply_rotary_pos_emb"] = functools.partial(self._rotate, original.__globals__["apply_rotary_pos_emb"])
@@ -205,9 +207,9 @@ class AlignedAttention(AlignedForward):
         sin: Tensor,
         unsqueeze_dim: int = 1,
     ) -> tuple[Tensor, Tensor]:
-        # A QK-norm may leave query and key in FP32 for us to round.
-        held = self.module.q_norm.weight if hasattr(self.module, "q_norm") else query  # type: ignore[union-attr]
-        dtype = compute_dtype(held.dtype, query)  # type: ignore[arg-type]
+        # Where a QK-norm leaves query and key in FP32, its weight tells what the rotation rounds to.
+        held: Any = self.module.q_norm.weight if hasattr(self.module, "q_norm") else query
+        dtype = compute_dtype(held.dtype, query)
         if dtype is None:
             return unaligned(query, key, cos, sin, unsqueeze_dim)
         rounding = self.schedule.rope
@@ -236,11 +238,12 @@ class AlignedDecoderLayer(AlignedForward):
         last: bool,
     ) -> None:
         super().__init__(module, name, replaced, schedule)
-        # No `index` is kept: layers that differ in nothing else share one compiled graph.
+        following = schedule.norm.final if last else schedule.norm.input
         self.first = index == 0
-        self.following = schedule.norm.final if last else schedule.norm.input
         self.rounds_incoming = schedule.carry_rounds(2 * index - 1)
         self.rounds_attention = schedule.carry_rounds(2 * index)
+        self.rounds_outgoing = following.sum_round == "before_var"
+        self.outgoing_cast = following.cast
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         layer: Any = self.module
@@ -248,13 +251,13 @@ class AlignedDecoderLayer(AlignedForward):
         if dtype is None:
             return self.unaligned(hidden_states, *args, **kwargs)
         if not _CHECKPOINTS_IN_CALL and layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
-            kwargs |= {name: value for name, value in _WITHOUT_CACHE.items() if name in kwargs}
+            kwargs |= {name: value for name, value in _NO_CACHE.items() if name in kwargs}
             return layer._gradient_checkpointing_func(functools.partial(self._run, dtype, **kwargs), hidden_states, *args)
         return self._run(dtype, hidden_states, *args, **kwargs)
 
     def _run(self, dtype: torch.dtype, hidden_states: Tensor, attention_mask: Tensor | None = None, **kwargs: Any) -> Tensor:
         layer: Any = self.module
-        if self.first and hidden_states.dtype != dtype:
+        if hidden_states.dtype != dtype and self.first:
             # FP32 embeddings under autocast: what the BF16 model would have looked up.
             hidden_states = ops.round_to(hidden_states, "rne", dtype)
         if hidden_states.dtype != dtype and self.rounds_incoming:
@@ -267,8 +270,7 @@ class AlignedDecoderLayer(AlignedForward):
 
         carry = Carry(rounded=self.rounds_attention)
         normed = layer.post_attention_layernorm(attended, residual=residual, carry=carry)
-        rounded = self.following.sum_round == "before_var"
-        return ops.residual_add(layer.mlp(normed), carry.total, rounded, self.following.cast, dtype)
+        return ops.residual_add(layer.mlp(normed), carry.total, self.rounds_outgoing, self.outgoing_cast, dtype)
 
 
 def forward_slot(module: nn.Module) -> str:
@@ -276,9 +278,20 @@ def forward_slot(module: nn.Module) -> str:
     return "_old_forward" if "_hf_hook" in vars(module) and "_old_forward" in vars(module) else "forward"
 
 
+def aligned(module: nn.Module) -> AlignedForward | None:
+    """What an aligned module runs, None for a module that is not."""
+    owner = getattr(vars(module).get(forward_slot(module)), "__self__", None)
+    return owner if isinstance(owner, AlignedForward) else None
+
+
 def own_class(module: nn.Module) -> type[nn.Module]:
     """The module's class as its author wrote it: FSDP2 puts a subclass of its own in front."""
     return next(cls for cls in type(module).__mro__ if not cls.__module__.startswith("torch.distributed."))
+
+
+def attention_code(module: nn.Module) -> types.FunctionType:
+    """The `forward` of an attention layer's class without decorators, such as those that rename deprecated arguments."""
+    return inspect.unwrap(own_class(module).forward)  # type: ignore[return-value]
 
 
 def _require_fp32(tensor: Tensor, name: str, what: str) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
 from dataclasses import dataclass
 from dataclasses import replace as dataclass_replace
 from pathlib import Path
@@ -18,6 +18,7 @@ from tripoint.align.forwards import (
     AlignedGatedMLP,
     AlignedNorm,
     AlignedRotaryEmbedding,
+    aligned,
     forward_slot,
 )
 from tripoint.align.layouts import Decoder, Place, find_decoders
@@ -49,31 +50,23 @@ class Alignment:
     before: RoundingSchedule
     sites: tuple[AlignedSite, ...]
     notes: tuple[str, ...]
-    _modules: tuple[nn.Module, ...]
     _root: nn.Module
 
     def undo(self) -> None:
         """Give every module of the model the `forward` it had before it was first aligned. Doing it twice is harmless."""
-        for module in self._modules:
-            slot = forward_slot(module)
-            own = vars(module).get(slot)
-            if not isinstance(own, AlignedForward):
+        for module in self._root.modules():
+            site = aligned(module)
+            if site is None:
                 continue
-            if own.replaced is not None:
-                setattr(module, slot, own.replaced)
-            elif slot == "forward":
+            slot = forward_slot(module)
+            if site.replaced is None and slot == "forward":
                 del module.forward
             else:
-                setattr(module, slot, type(module).forward.__get__(module))
-        _forget_compiled(self._root)
+                setattr(module, slot, site.replaced or type(module).forward.__get__(module))
 
     def __str__(self) -> str:
         lines = [f"aligned to {self.target.name}: {self.schedule}  ({self.target.detail})"]
-        groups: dict[tuple[str, str, str], int] = {}
-        for site in self.sites:
-            key = (site.op, site.before, site.after)
-            groups[key] = groups.get(key, 0) + 1
-        for (op, before, after), count in groups.items():
+        for (op, before, after), count in Counter((site.op, site.before, site.after) for site in self.sites).items():
             change = f"{before} -> {after}" if before != after else f"{after} (as before)"
             lines.append(f"  {op:<22} {change:<24} {count} module{'s' if count > 1 else ''}")
         return "\n".join([*lines, *(f"  note: {note}" for note in self.notes)])
@@ -83,71 +76,78 @@ def align_model(model: nn.Module, to: str | Path | RoundingSchedule) -> Alignmen
     """See `tripoint.align.align`."""
     target = resolve_target(to)
     decoders = find_decoders(model)
-    before = _schedule_before(decoders[0], model)
     schedule = target.schedule
     if schedule.norm.qk is None:
         schedule = dataclass_replace(schedule, norm=dataclass_replace(schedule.norm, qk=TRANSFORMERS.norm.qk))
-    _check_supported(schedule, decoders)
+    for decoder in decoders:
+        _check_supported(schedule, decoder)
 
+    before = _schedule_before(decoders[0])
     sites: list[AlignedSite] = []
-    modules: list[nn.Module] = []
     notes: list[str] = []
     for decoder in decoders:
+        notes += _notes(decoder)
         for place in decoder.places:
-            _install(place, decoder, schedule)
-            modules.append(place.module)
             sites.append(_record(place, before, schedule))
-            if place.taken_over is not None:
-                notes.append(f"{place.name}: taken over from {place.taken_over}")
-    _forget_compiled(model)
-    return Alignment(target, schedule, before, tuple(sites), tuple(notes), tuple(modules), model)
+            _install(place, decoder, schedule)
+    return Alignment(target, schedule, before, tuple(sites), tuple(notes), model)
 
 
 def _install(place: Place, decoder: Decoder, schedule: RoundingSchedule) -> None:
     module = place.module
     slot = forward_slot(module)
-    own = vars(module).get(slot)
-    replaced: Callable[..., Any] | None = own.replaced if isinstance(own, AlignedForward) else own
-    if replaced is not None and getattr(replaced, "__func__", None) is type(module).forward:
-        replaced = None  # accelerate's copy of the class's own forward
+    current = aligned(module)
+    replaced = current.replaced if current is not None else vars(module).get(slot)
     common = (module, place.name, replaced, schedule)
-    forward: AlignedForward
+    site: AlignedForward
     if place.kind == "layer":
-        forward = AlignedDecoderLayer(*common, index=place.index, last=place.index == decoder.layers - 1)
+        site = AlignedDecoderLayer(*common, index=place.index, last=place.index == decoder.layers - 1)
     elif place.kind == "norm":
-        forward = AlignedNorm(*common, site=place.site, of_sum=place.site == "final" or (place.site == "input" and place.index > 0))
+        site = AlignedNorm(
+            *common, site=place.site, after_add=place.site == "final" or (place.site == "input" and place.index > 0)
+        )
     elif place.kind == "mlp":
-        forward = AlignedGatedMLP(*common, act=decoder.act)
+        site = AlignedGatedMLP(*common, act=decoder.act)
     elif place.kind == "attention":
-        forward = AlignedAttention(*common)
+        site = AlignedAttention(*common)
     else:
-        forward = AlignedRotaryEmbedding(*common)
-    setattr(module, slot, forward.forward)
+        site = AlignedRotaryEmbedding(*common)
+    setattr(module, slot, site.forward)  # type: ignore[attr-defined]
 
 
-def _schedule_before(decoder: Decoder, model: nn.Module) -> RoundingSchedule:
+def _schedule_before(decoder: Decoder) -> RoundingSchedule:
     """What the model does now: its alignment if it has one, else what transformers' code does."""
-    for place in decoder.places:
-        own = vars(place.module).get(forward_slot(place.module))
-        if isinstance(own, AlignedForward):
-            return own.schedule
-    fp32 = next(iter(model.parameters())).dtype == torch.float32
-    return TRANSFORMERS_AUTOCAST if fp32 else TRANSFORMERS
+    site = aligned(decoder.rotary)
+    if site is not None:
+        return site.schedule
+    return TRANSFORMERS_AUTOCAST if decoder.weight_dtype == torch.float32 else TRANSFORMERS
 
 
-def _check_supported(schedule: RoundingSchedule, decoders: list[Decoder]) -> None:
-    for decoder in decoders:
-        if schedule.swiglu.sig == "bf16" and decoder.act != "silu":
-            raise UsageError(
-                f"{decoder.name or 'the model'}: swiglu.sig=bf16 (S5) is a sigmoid's rounding, but the gate here is "
-                f"{decoder.act}; use S1 or S3"
-            )
-        rotary: Any = next(place.module for place in decoder.places if place.kind == "rotary")
-        if schedule.rope.angle != "pos*inv" and rotary.rope_type != "default":
-            raise UsageError(
-                f"{decoder.name or 'the model'}: angle={schedule.rope.angle} is defined for plain RoPE only, but rope_type "
-                f"here is {rotary.rope_type}; use angle=pos*inv"
-            )
+def _check_supported(schedule: RoundingSchedule, decoder: Decoder) -> None:
+    name = decoder.name or "the model"
+    if schedule.swiglu.sig == "bf16" and decoder.act != "silu":
+        raise UsageError(
+            f"{name}: swiglu.sig=bf16 (S5) is a sigmoid's rounding, but the gate here is {decoder.act}; use S1 or S3"
+        )
+    if schedule.rope.angle != "pos*inv" and decoder.rotary.rope_type != "default":
+        raise UsageError(
+            f"{name}: angle={schedule.rope.angle} is defined for plain RoPE only, but rope_type here is "
+            f"{decoder.rotary.rope_type}; use angle=pos*inv"
+        )
+
+
+def _notes(decoder: Decoder) -> list[str]:
+    """What somebody who reads the record has to know about the model."""
+    notes = [f"{p.name}: taken over from {p.taken_over}" for p in decoder.places if p.taken_over is not None]
+    held = decoder.rotary.inv_freq.dtype
+    if held != torch.float32:
+        notes.append(
+            f"{decoder.name or 'the model'}: rotary_emb.inv_freq was rounded to {held}, probably by `.to({held})`, and no "
+            "schedule gives its angles back; load the model with `dtype=` instead"
+        )
+    if decoder.weight_dtype == torch.float32:
+        notes.append(f"{decoder.name or 'the model'}: FP32 weights: it rounds under autocast, and computes as before without")
+    return notes
 
 
 def _record(place: Place, before: RoundingSchedule, after: RoundingSchedule) -> AlignedSite:
@@ -155,7 +155,7 @@ def _record(place: Place, before: RoundingSchedule, after: RoundingSchedule) -> 
 
     def words(schedule: RoundingSchedule) -> str:
         if place.kind == "layer":
-            return f"carry={schedule.flat['carry']}"
+            return f"carry={list(schedule.carry) if isinstance(schedule.carry, tuple) else schedule.carry}"
         part: Any = getattr(schedule.norm, place.site) if place.kind == "norm" else getattr(schedule, place.site)
         angle = getattr(part, "angle", "pos*inv")
         return " ".join(
@@ -163,10 +163,5 @@ def _record(place: Place, before: RoundingSchedule, after: RoundingSchedule) -> 
         )
 
     op = {"layer": "residual adds", "rotary": "rope table", "norm": f"norm.{place.site}"}.get(place.kind, place.site)
-    return AlignedSite(place.name, op, words(before), words(after))
-
-
-def _forget_compiled(model: nn.Module) -> None:
-    """Have a compiled model traced anew: what Dynamo compiled earlier would go on running the old forwards."""
-    if any(hasattr(module, "_orig_mod") or module._compiled_call_impl is not None for module in model.modules()):
-        torch.compiler.reset()
+    was = words(before) if place.taken_over is None or aligned(place.module) else f"{place.taken_over}'s"
+    return AlignedSite(place.name, op, was, words(after))

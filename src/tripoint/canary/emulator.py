@@ -68,8 +68,8 @@ class Rounding:
         np.minimum(self.margin, distance, out=self.margin)
 
     def require_sign(self, x: Array, scale: Array) -> None:
-        """The sign of x, a difference of numbers that add up to `scale`, must survive FP32 arithmetic."""
-        self.require(np.where((np.abs(x) > self.noise * scale) | (scale == 0), np.inf, 0.0))
+        """The sign of x, a difference of numbers that add up to `scale`, must survive FP32 arithmetic; an exact 0 does."""
+        self.require(np.where((np.abs(x) > self.noise * scale) | (x == 0), np.inf, 0.0))
 
 
 # -- RoPE and QK-norm -------------------------------------------------------------------------------------------------
@@ -123,26 +123,24 @@ def timescales(theta: float, head_dim: int) -> NDArray[np.float32]:
     return (np.float64(theta) ** exponent.astype(np.float64)).astype(np.float32)
 
 
-def rotate(x: Array, y: Array, cos: Array, sin: Array, rope: RopeRounding, rounded: Rounding) -> tuple[Array, Array]:
-    """Rotate pairs (x, y); cos and sin are FP32 numbers."""
+def turn(x: Array, y: Array, cos: Array, sin: Array, rope: RopeRounding, rounded: Rounding) -> Array:
+    """The first element of the pair (x, y) after rotation, before its last rounding; cos and sin are FP32 numbers.
+
+    The second element is the first of the pair (y, -x).
+    """
     if rope.table == "bf16":
         cos, sin = rounded(cos), rounded(sin)
-    first, second = _turn(x, -y, cos, sin, rope, rounded), _turn(y, x, cos, sin, rope, rounded)
-    return first, second
-
-
-def _turn(x: Array, rotated: Array, cos: Array, sin: Array, rope: RopeRounding, rounded: Rounding) -> Array:
-    with_cos, with_sin = x * cos, rotated * sin
+    with_cos, with_sin = x * cos, y * sin
     if rope.compute == "bf16":
         with_cos = rounded(with_cos)
     if rope.compute in ("bf16", "bf16_fma"):
         with_sin = rounded(with_sin)
-    total = with_cos + with_sin
+    total = with_cos - with_sin
     rounded.require_sign(total, np.abs(with_cos) + np.abs(with_sin))
-    return rounded(total)
+    return total
 
 
-def qk_norm(x: Array, rstd: float, weight: Array, qk: QkNormRounding, rounded: Rounding) -> Array:
+def qk_norm(x: Array, rstd: Array, weight: Array, qk: QkNormRounding, rounded: Rounding) -> Array:
     """One element of a QK-norm whose reciprocal root mean square is known."""
     normalised = x * rstd
     if qk.norm_round:

@@ -100,14 +100,15 @@ def question(
     place: str,
     candidates: Sequence[Candidate],
     expected: Answers,
-    margin: Array,
     tokens: Callable[[int], tuple[int, ...]],
+    margin: Array | None = None,
     times: int = 3,
     groups: Sequence[int] | None = None,
 ) -> Question:
-    """The question made of the proposals with enough margin. `tokens(i)` makes the prompt of proposal i, whose last token is
-    its own; `groups` as for `choose`."""
-    safe = np.flatnonzero(margin >= emulator.MARGIN)
+    """The question made of a few of the proposals. `tokens(i)` makes the prompt of proposal i, whose last token is its own.
+
+    `expected` is [proposal, candidate], `margin` that of each proposal, if not all are safe; the rest as for `choose`."""
+    safe = np.arange(len(expected)) if margin is None else np.flatnonzero(margin >= emulator.MARGIN)
     picked = safe[choose(expected[safe], times, groups)]
     in_decode = set(choose(expected[picked], 1, groups))
     prompts = []
@@ -154,7 +155,7 @@ def swiglu(circuit: Circuit, rng: np.random.Generator, layer: int) -> Question:
         return (circuit.token(f"swiglu{layer}.{i}", row),)
 
     expected = np.sign(outcomes - reference[:, None]).astype(np.int8)
-    return question(circuit, "swiglu", f"layer {layer}", candidates, expected, margin, tokens)
+    return question(circuit, "swiglu", f"layer {layer}", candidates, expected, tokens, margin)
 
 
 def _one_of(outcomes: Array, rng: np.random.Generator) -> Array:
@@ -238,7 +239,7 @@ def norm(circuit: Circuit, rng: np.random.Generator, site: str, layer: int) -> Q
         return (circuit.token(f"{site}{layer}.{i}", row),)
 
     expected = np.sign(outcomes - compared).astype(np.int8)
-    return question(circuit, f"norm.{site}", f"layer {layer}", candidates, expected, margin, tokens)
+    return question(circuit, f"norm.{site}", f"layer {layer}", candidates, expected, tokens, margin)
 
 
 # -- carry ------------------------------------------------------------------------------------------------------------
@@ -275,4 +276,4 @@ def carry(circuit: Circuit, rng: np.random.Generator, add: int, times: int) -> Q
         return (circuit.token(f"carry{add}.{i}", row),)
 
     expected = np.sign(np.stack(outcomes, 1) - reference[:, None]).astype(np.int8)
-    return question(circuit, f"carry.{add}", f"add {add}", candidates, expected, margin, tokens, times)
+    return question(circuit, f"carry.{add}", f"add {add}", candidates, expected, tokens, margin, times)

@@ -272,13 +272,12 @@ def carry_of(rounding: Sequence[int], adds: int) -> Carry:
 
     A period is inferred from two adds or more; one that rounds alone is given as a list.
     """
-    if not rounding:
-        return "fp32"
-    for period in (1, 2, *range(3, adds)):
+    every: list[Carry] = ["bf16", "layer", *range(3, adds)]
+    for period, carry in enumerate(every, start=1):
         expected = [add for add in range(adds) if (add + 1) % period == 0]
         if expected == list(rounding) and (period <= 2 or len(expected) > 1):
-            return period
-    return tuple(rounding)
+            return carry
+    return tuple(rounding) or "fp32"
 
 
 def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,12 +22,13 @@ from numpy.typing import NDArray
 from tripoint.canary import emulator
 from tripoint.canary.circuit import RSTD, UNIT, Circuit
 from tripoint.canary.emulator import Array, Rotary, Rounding, bf16, ulp
-from tripoint.canary.questions import CASTS, PROPOSALS, Answers, Candidate, Question, question
+from tripoint.canary.questions import CASTS, Answers, Candidate, Question, question
 from tripoint.schedule import Angle, QkNormRounding, RopeRounding
 
 SHORT, LONG = 24, 256  # prompt lengths, of most prompts and of those that ask for the angle
 VALUE = 1 / 32  # what the key token's value adds to `result`, too little to move its mean square
 
+_PROPOSALS = 20000
 _LOUDEST = 2.0**36  # scale of the query: the smallest score asked about must overwhelm softmax
 _ENOUGH = 2.0**10
 _FILLS, _FILL_SCALE = 4, 16.0
@@ -35,8 +36,10 @@ ANGLE_MARGIN = 7e-4  # ulps: 2.5e-6, as an error of the angle is no error of red
 _TABLES = [("bf16", "bf16"), ("bf16", "bf16_fma"), ("bf16", "fp32"), ("fp32", "fp32")]
 _QK_NORMS = [QkNormRounding(n, o, c) for n, o, c in product((True, False), (True, False), CASTS) if n or o or c == "rne"]
 
-# A query at position `at` and a key at position `key_at`, both in rotary pair `pair`, as the projections put them out.
-_PROPOSAL = np.dtype([("pair", int), ("at", int), ("key_at", int), *((name, float) for name in ("qx", "qy", "kx", "ky"))])
+# A query at position `at` and a key at position `key_at`, both in rotary pair `pair`, as the projections put them out, and what
+# the QK-norms multiply them with.
+_VALUES = ("qx", "qy", "kx", "ky", "q_rstd", "k_rstd")
+_PROPOSAL = np.dtype([("pair", int), ("at", int), ("key_at", int), *((name, float) for name in _VALUES)])
 Proposals = NDArray[np.void]
 Pair = tuple[Array, Array]
 
@@ -50,8 +53,10 @@ def rope(circuit: Circuit, rng: np.random.Generator) -> list[Question]:
     """What happens to queries and to keys."""
     bench = _Bench(circuit, rng)
     bench.wire()
-    queries = np.concatenate([bench.propose_queries(alone=True), bench.propose_queries(alone=False)])
-    questions = [bench.question("query", queries), bench.question("key", bench.propose_keys())]
+    questions = [
+        bench.question("query", bench.propose_lone_queries(), bench.propose_queries()),
+        bench.question("key", bench.propose_keys()),
+    ]
     if bench.rotary.theta is not None and bench.longest == LONG:
         questions.append(bench.angle_question())
     return questions
@@ -70,24 +75,24 @@ class _Bench:
         # QK-norm weights that are no powers of two tell whether the product with them is rounded.
         self.weights = np.ones((2, 2, self.half))  # query or key, x or y, pair
         if self.shape.qk_norm:
-            odd = self.pairs[1::2]
-            self.weights[:, :, odd] = bf16(rng.uniform(1.1, 1.9, (2, 2, len(odd))))
+            for side in (0, 1):
+                odd = self.pairs[1 - side :: 2]
+                self.weights[side][:, odd] = bf16(rng.uniform(1.1, 1.9, (2, len(odd))))
 
-    def question(self, place: str, proposals: Proposals) -> Question:
+    def question(self, place: str, *proposed: Proposals) -> Question:
         """The question about the table, the products and the casts, whatever the angle's order of operations."""
         candidates = [candidate.without("rope.angle") for candidate in self._candidates(("pos*inv",))]
-        expected, margin = self._answers(proposals, candidates, emulator.ANGLE_NOISE)
-        return question(self.circuit, "rope", place, candidates, expected, margin, self._maker(place, proposals))
+        safe = [self._answers(proposals, candidates, emulator.ANGLE_NOISE, emulator.MARGIN) for proposals in proposed]
+        proposals, expected = (np.concatenate(part) for part in zip(*safe, strict=True))
+        return question(self.circuit, "rope", place, candidates, expected, self._maker(place, proposals))
 
     def angle_question(self) -> Question:
         """The question about the angle, to be read once the rest is known: it goes down to the last bits of FP32."""
-        proposals = self.propose_angles()
         candidates = self._candidates(self.rotary.angle_forms)
-        expected, margin = self._answers(proposals, candidates, emulator.FP32_NOISE)
-        margin = margin * (emulator.MARGIN / ANGLE_MARGIN)
+        proposals, expected = self._answers(self.propose_angles(), candidates, emulator.FP32_NOISE, ANGLE_MARGIN)
         groups = [number // len(self.rotary.angle_forms) for number in range(len(candidates))]
         maker = self._maker("angle", proposals)
-        return question(self.circuit, "rope.angle", "angle", candidates, expected, margin, maker, 2, groups)
+        return question(self.circuit, "rope.angle", "query", candidates, expected, maker, times=2, groups=groups)
 
     def _candidates(self, angles: Sequence[Angle]) -> list[Candidate]:
         """Those that differ only in the angle stand together."""
@@ -97,17 +102,25 @@ class _Bench:
             for (table, compute), cast, qk, angle in product(_TABLES, CASTS, qk_norms, angles)
         ]
 
-    def _answers(self, proposals: Proposals, candidates: list[Candidate], noise: float) -> tuple[Answers, Array]:
-        """The answers [proposal, candidate] and the least margin of each proposal. Scales queries that are loud enough down."""
-        scores, margin = np.empty((len(proposals), len(candidates))), np.full(len(proposals), np.inf)
-        for column, candidate in enumerate(candidates):
-            scores[:, column], safe = self._scores(proposals, candidate, noise)
-            np.minimum(margin, safe, out=margin)
-        if not self.shape.qk_norm:
-            quietest = np.maximum(np.abs(scores).min(1), 1e-12) * _LOUDEST / math.sqrt(self.shape.head_dim)
-            down = np.ldexp(1.0, np.minimum(0, np.frexp(_ENOUGH / quietest)[1]))
-            proposals["qx"], proposals["qy"] = proposals["qx"] * down, proposals["qy"] * down
-        return np.sign(scores).astype(np.int8), margin
+    def _answers(
+        self, proposals: Proposals, candidates: list[Candidate], noise: float, margin: float
+    ) -> tuple[Proposals, Answers]:
+        """The proposals that keep the margin under every candidate, and the answers [proposal, candidate]."""
+        lone = bool(((proposals["kx"] == 0) | (proposals["ky"] == 0)).all())
+        columns: list[Array] = []
+        for candidate in candidates:
+            rounded = Rounding(candidate.parts[0].cast, len(proposals), noise)
+            score = (self._lone_score if lone else self._score)(proposals, candidate, rounded)
+            safe = rounded.margin >= margin
+            proposals, columns = proposals[safe], [column[safe] for column in (*columns, score)]
+        scores = np.stack(columns, axis=1)
+        if not self.shape.qk_norm:  # with a QK-norm the query's size is the norm's
+            quietest = np.where(scores == 0, np.inf, np.abs(scores)).min(1) * _LOUDEST / math.sqrt(self.shape.head_dim)
+            down = np.ldexp(1.0, np.frexp(_ENOUGH / quietest)[1])
+            for name in ("qx", "qy"):
+                proposals[name] *= np.minimum(down, 1)
+        # A score of exactly zero shares the value among all tokens of the prompt, of which there are at least three.
+        return proposals, np.where(scores > 0, 1, -1).astype(np.int8)
 
     def _maker(self, place: str, proposals: Proposals) -> Callable[[int], tuple[int, ...]]:
         return lambda i: self.tokens(proposals[i], f"{place}{i}")
@@ -137,8 +150,8 @@ class _Bench:
         query = {"query.x": proposal["qx"], "query.y": proposal["qy"]}
         key = {f"key.x.{proposal['pair']}": proposal["kx"], f"key.y.{proposal['pair']}": proposal["ky"]}
         if self.shape.qk_norm:
-            query |= self._fill(len(self.pairs) * (proposal["qx"] ** 2 + proposal["qy"] ** 2))
-            key |= self._fill(proposal["kx"] ** 2 + proposal["ky"] ** 2)
+            query |= self._fill(proposal["q_rstd"], len(self.pairs) * (proposal["qx"] ** 2 + proposal["qy"] ** 2))
+            key |= self._fill(proposal["k_rstd"], proposal["kx"] ** 2 + proposal["ky"] ** 2)
         start = -VALUE * len(layers_asked(self.shape.layers)) / 2
         last = self.circuit.token(f"{name}q", {"one": UNIT, "result": start} | query)
         first = self.circuit.token(f"{name}k", {"one": UNIT, "value": VALUE} | key)
@@ -146,9 +159,9 @@ class _Bench:
         pad = self.circuit.pad
         return (*[pad] * before, first, *[pad] * between, last)
 
-    def _fill(self, squares: float) -> dict[str, float]:
-        """Values that bring the root mean square of a query or key to 1 / RSTD."""
-        left = self.shape.head_dim * (RSTD**-2 - self.shape.eps) - squares
+    def _fill(self, rstd: float, squares: float) -> dict[str, float]:
+        """Values that bring the root mean square of a query or key, with these squares in it, to 1 / `rstd`."""
+        left = self.shape.head_dim * (rstd**-2 - self.shape.eps) - squares
         fills = {}
         for fill in range(_FILLS):
             value = float(bf16(math.sqrt(left), "rtz"))
@@ -162,23 +175,28 @@ class _Bench:
         rng = self.rng
         drawn = np.zeros(size, _PROPOSAL)
         drawn["pair"] = rng.choice(pairs, size)
+        drawn["q_rstd"] = drawn["k_rstd"] = RSTD
         for name in ("qx", "qy", "kx", "ky"):
             drawn[name] = bf16(rng.uniform(0.5, 1, size) * rng.choice([-1, 1], size))
         return drawn
 
-    def propose_queries(self, alone: bool) -> Proposals:
-        """Key at position 0. `alone`: only one element of the rotated query meets the key."""
-        drawn = self._draw(PROPOSALS, self.pairs)
+    def propose_queries(self) -> Proposals:
+        """Key at position 0, all of the query meets it."""
+        drawn = self._draw(_PROPOSALS, self.pairs)
         drawn["at"] = self.rng.integers(2, SHORT, len(drawn))
-        if alone:
-            drawn[self.rng.choice(["kx", "ky"])] = 0
-            return self._cancel(drawn, "qy")
         return self._cancel(drawn, "ky")
 
+    def propose_lone_queries(self) -> Proposals:
+        """Key at position 0, only one element of the rotated query meets it: its sign is asked, not its last rounding."""
+        drawn = self._draw(_PROPOSALS, self.pairs)
+        drawn["q_rstd"] = self.rng.uniform(1.0005, 1.0065, len(drawn))
+        return self._alone(drawn, 2, SHORT)
+
     def propose_keys(self) -> Proposals:
-        drawn = self._draw(2 * PROPOSALS, self.pairs)
+        drawn = self._draw(_PROPOSALS, self.pairs)
         drawn["key_at"] = self.rng.integers(1, SHORT - 2, len(drawn))
         drawn["at"] = self.rng.integers(drawn["key_at"] + 2, SHORT)
+        drawn["k_rstd"] = np.where(self.rng.random(len(drawn)) < 0.5, RSTD, self.rng.uniform(1.0005, 1.0065, len(drawn)))
         along_x = self.rng.random(len(drawn)) < 0.5
         drawn["qx"], drawn["qy"] = along_x, ~along_x
         return self._cancel(drawn, "ky")
@@ -186,15 +204,19 @@ class _Bench:
     def propose_angles(self) -> Proposals:
         """Late queries whose sign depends on the angle's order of operations: through FP32 tables, or through BF16 ones."""
         unweighed = self.pairs[::2] if self.shape.qk_norm else self.pairs
-        drawn = self._draw(50 * PROPOSALS, [pair for pair in unweighed if pair and _power_is_clear(self.rotary, pair)])
-        drawn["at"] = self.rng.integers(16, self.longest, len(drawn))
-        drawn["ky"] = 0
-        drawn = self._cancel(drawn, "qy")
+        pairs = [pair for pair in unweighed if pair and _power_is_clear(self.rotary, pair)]
+        drawn = self._alone(self._draw(10 * _PROPOSALS, pairs), 16, self.longest)
         tables = [self._tables(drawn, "at", form) for form in self.rotary.angle_forms]
         signs = np.sign([self._exact_score(drawn, form) for form in self.rotary.angle_forms])
         rounded = np.array([bf16(table) for table in tables])
         moved = (signs != signs[0]).any(0), (rounded != rounded[0]).any((0, 1))
-        return np.concatenate([drawn[rows][:PROPOSALS] for rows in moved])
+        return np.concatenate([drawn[rows][:_PROPOSALS] for rows in moved])
+
+    def _alone(self, drawn: Proposals, first: int, last: int) -> Proposals:
+        along_x = self.rng.random(len(drawn)) < 0.5
+        drawn["at"] = self.rng.integers(first, last, len(drawn))
+        drawn["kx"], drawn["ky"] = drawn["kx"] * along_x, drawn["ky"] * ~along_x
+        return self._cancel(drawn, "qy")
 
     def _cancel(self, drawn: Proposals, name: str) -> Proposals:
         """Set the element `name` so that the score vanishes, but for its rounding to BF16 and at most two ulps more."""
@@ -203,9 +225,9 @@ class _Bench:
         drawn[name] = 1
         value = bf16(-rest / (self._exact_score(drawn) - rest))
         drawn[name] = value + self.rng.integers(-2, 3, len(drawn)) * ulp(value)
-        for x, y in (("qx", "qy"), ("kx", "ky")):  # to at most 1
-            scale = np.ldexp(1.0, -np.frexp(np.maximum(np.abs(drawn[x]), np.abs(drawn[y])))[1])
-            drawn[x], drawn[y] = drawn[x] * scale, drawn[y] * scale
+        for x, y in (("qx", "qy"), ("kx", "ky")):
+            down = np.ldexp(1.0, -np.frexp(np.maximum(np.abs(drawn[x]), np.abs(drawn[y])))[1])  # to below 1
+            drawn[x], drawn[y] = drawn[x] * down, drawn[y] * down
         return drawn
 
     # -- what the emulator says ---------------------------------------------------------------------------------------
@@ -217,49 +239,63 @@ class _Bench:
 
     def _exact_score(self, proposals: Proposals, form: str = "pos*inv") -> Array:
         """Rotated query times rotated key without any rounding but the tables' to FP32."""
-        qx, qy, kx, ky = self._weighed(proposals)
+        (qx, qy), (kx, ky) = (
+            (proposals[x] * self._weight(proposals, side, 0), proposals[y] * self._weight(proposals, side, 1))
+            for side, (x, y) in enumerate((("qx", "qy"), ("kx", "ky")))
+        )
         (cq, sq), (ck, sk) = (self._tables(proposals, place, form) for place in ("at", "key_at"))
         return (qx * cq - qy * sq) * (kx * ck - ky * sk) + (qy * cq + qx * sq) * (ky * ck + kx * sk)
 
-    def _weighed(self, proposals: Proposals) -> list[Array]:
-        """The elements times the weights of the QK-norms."""
-        return [
-            proposals[name] * self.weights[i // 2, i % 2, proposals["pair"]] for i, name in enumerate(("qx", "qy", "kx", "ky"))
-        ]
+    def _weight(self, proposals: Proposals, side: int, axis: int) -> Array:
+        return self.weights[side, axis, proposals["pair"]]
 
-    def _scores(self, proposals: Proposals, candidate: Candidate, noise: float) -> tuple[Array, Array]:
-        """The score under one candidate, and the margin of its sign."""
+    def _normed(self, proposals: Proposals, side: int, candidate: Candidate, rounded: Rounding) -> Pair:
+        """The query (side 0) or key (1) as it goes into RoPE."""
+        x, y = ((proposals["qx"], proposals["qy"]), (proposals["kx"], proposals["ky"]))[side]
+        if not self.shape.qk_norm:
+            return x, y
+        qk: QkNormRounding = candidate.parts[1]
+        in_norm = Rounding(qk.cast, len(proposals))
+        rstd = proposals[("q_rstd", "k_rstd")[side]]
+        x, y = (emulator.qk_norm(e, rstd, self._weight(proposals, side, axis), qk, in_norm) for axis, e in enumerate((x, y)))
+        rounded.require(in_norm.margin)
+        return x, y
+
+    def _lone_score(self, proposals: Proposals, candidate: Candidate, rounded: Rounding) -> Array:
+        """The rotated query's element that meets the key, with the key's sign; neither of their last roundings matters."""
         rope: RopeRounding = candidate.parts[0]
-        rounded = Rounding(rope.cast, len(proposals), noise)
-        elements = [proposals[name] for name in ("qx", "qy", "kx", "ky")]
-        if self.shape.qk_norm:
-            qk: QkNormRounding = candidate.parts[1]
-            in_norm = Rounding(qk.cast, len(proposals))
-            elements = [
-                emulator.qk_norm(x, RSTD, self.weights[i // 2, i % 2, proposals["pair"]], qk, in_norm)
-                for i, x in enumerate(elements)
-            ]
-            rounded.require(in_norm.margin)
-        query, key = (
-            emulator.rotate(x, y, *self._tables(proposals, place, rope.angle), rope, rounded)
-            for x, y, place in (elements[:2] + ["at"], elements[2:] + ["key_at"])
-        )
+        x, y = self._normed(proposals, 0, candidate, rounded)
+        first = proposals["ky"] == 0
+        cos, sin = self._tables(proposals, "at", rope.angle)
+        total = emulator.turn(np.where(first, x, y), np.where(first, y, -x), cos, sin, rope, rounded)
+        return total * (proposals["kx"] + proposals["ky"])
+
+    def _score(self, proposals: Proposals, candidate: Candidate, rounded: Rounding) -> Array:
+        """Rotated query times rotated key, whose sign must be the same for kernels that scale the query, or both, in BF16."""
+        rope: RopeRounding = candidate.parts[0]
+        sides: list[Pair] = []
+        for side, place in enumerate(("at", "key_at")):
+            x, y = self._normed(proposals, side, candidate, rounded)
+            cos, sin = self._tables(proposals, place, rope.angle)
+            first, second = (emulator.turn(a, b, cos, sin, rope, rounded) for a, b in ((x, y), (y, -x)))
+            sides.append((rounded(first), rounded(second)))
+        query, key = sides
         score = _product(query, key, rounded)
-        # Attention kernels may scale the query, or both sides, in BF16 first.
-        for power, sides in ((-0.5, 1), (-0.25, 2)):
-            prescaled = Rounding("rne", len(proposals))
-            scaled = [tuple(prescaled(x * self.shape.head_dim**power) for x in side) for side in (query, key)[:sides]]
-            other = _product(scaled[0], scaled[-1] if sides == 2 else key, prescaled)
-            both = (query[0] * key[0] != 0) & (query[1] * key[1] != 0)  # a single product keeps its sign
-            rounded.require(np.where(both, prescaled.margin, np.inf))
-            rounded.require(np.where(np.sign(other) == np.sign(score), np.inf, 0.0))
-        return score, rounded.margin
+        for power, scaled_sides in ((-0.5, (True, False)), (-0.25, (True, True))):
+            in_kernel = Rounding("rne", len(proposals))
+            scaled = [
+                tuple(in_kernel(element * self.shape.head_dim**power) for element in side) if scale else side
+                for side, scale in zip(sides, scaled_sides, strict=True)
+            ]
+            same = np.sign(_product(scaled[0], scaled[1], in_kernel)) == np.sign(score)
+            rounded.require(np.where(same, in_kernel.margin, 0.0))
+        return score
 
 
-def _product(query: Pair, key: Pair, rounded: Rounding) -> Array:
-    score = query[0] * key[0] + query[1] * key[1]
-    rounded.require_sign(score, np.abs(query[0] * key[0]) + np.abs(query[1] * key[1]))
-    rounded.require(np.where(score == 0, 0.0, np.inf))
+def _product(query: Sequence[Array], key: Sequence[Array], rounded: Rounding) -> Array:
+    first, second = (q * k for q, k in zip(query, key, strict=True))
+    score = first + second
+    rounded.require_sign(score, np.abs(first) + np.abs(second))
     return score
 
 

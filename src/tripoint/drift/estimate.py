@@ -93,7 +93,7 @@ class Systematic:
         self._counts = counts[counts > 0]
         if len(self._counts) < MIN_SEQUENCES:
             raise MeasurementError(
-                f"only {len(self._counts)} sequences hold tokens to measure on; at least {MIN_SEQUENCES} are needed for an error"
+                f"only {len(self._counts)} sequences hold tokens to measure on; an error takes at least {MIN_SEQUENCES}"
             )
         self._reference = reference.values[:, chosen]
         self._others = [other.values[:, chosen] for other in others.values()]
@@ -158,26 +158,33 @@ class Systematic:
         draws = []
         for values in (self._reference, *self._others):
             k = len(values)
-            draws.append(self._rng.multinomial(k, np.full(k, 1 / k), size=REPLICATE_RESAMPLES).astype(np.float64))
+            counts = self._rng.multinomial(k, np.full(k, 1 / k), size=4 * REPLICATE_RESAMPLES)
+            # A draw of one replicate only has no pair to estimate a square from.
+            usable = counts[counts.max(axis=1) < max(k, 2)]
+            draws.append(usable[:REPLICATE_RESAMPLES].astype(np.float64))
         return self._squared(draws)
 
     def _squared(self, draws: list[Floats]) -> Floats:
         """Sums over each sequence's tokens of the unbiased squared difference: (draws, sequences, stacks).
 
-        `draws` says how often each replicate of the reference and of each stack is used: (draws, K).
+        `draws` says how often each replicate of the reference and of each stack is used: (draws, K). Squares of means are
+        means over pairs of different replicates: a replicate that was drawn twice and paired with itself would add its noise.
         """
-        means, errors = [], []
+        centre = self._reference.mean(axis=0)
+        means, squares = [], []
         for values, counts in zip((self._reference, *self._others), draws, strict=True):
-            k = len(values)
-            centre = values.mean(axis=0)
             deviations = values - centre
-            shift = counts @ deviations / k
-            means.append(centre + shift)
-            variance = counts @ deviations**2 / k - shift**2
-            errors.append(variance / (k - 1) if k > 1 else np.zeros_like(variance))
+            total = counts @ deviations
+            size = counts.sum(axis=1, keepdims=True)
+            means.append(total / size)
+            if len(values) == 1:
+                squares.append(means[-1] ** 2)
+            else:
+                pairs = size**2 - (counts**2).sum(axis=1, keepdims=True)
+                squares.append((total**2 - counts**2 @ deviations**2) / pairs)
         out = [
-            np.add.reduceat((mean - means[0]) ** 2 - error - errors[0], self._starts, axis=1)
-            for mean, error in zip(means[1:], errors[1:], strict=True)
+            np.add.reduceat(squares[0] - 2 * means[0] * mean + square, self._starts, axis=1)
+            for mean, square in zip(means[1:], squares[1:], strict=True)
         ]
         return np.stack(out, axis=2)
 

@@ -78,8 +78,8 @@ def _moved(outcome: Outcome, before: Measured, after: Measured, then: str) -> st
         case Outcome.LOWERED:
             text = (
                 f"Alignment lowered the mean |dlogp| from {then} to {now} nats (change {by}), so part of the mismatch came "
-                "from the rounding points that it moved; what remains is rounding noise and any difference elsewhere, "
-                "which raw mismatch cannot tell apart."
+                "from the rounding points that it moved, as systematic drift or as their own rounding noise, which raw "
+                "mismatch cannot tell apart; what remains is rounding noise and any difference elsewhere."
             )
         case Outcome.UNCHANGED:
             text = (
@@ -91,8 +91,8 @@ def _moved(outcome: Outcome, before: Measured, after: Measured, then: str) -> st
         case _:
             text = (
                 f"Alignment raised the mean |dlogp| from {then} to {now} nats (change {by}): either the engine does not round "
-                "where this target says (check its version, device and mode), or rounding there is noisier, which raw "
-                "mismatch cannot tell apart."
+                "where this target says (check its version, device and mode), or rounding as it says is noisier, which "
+                "raw mismatch cannot tell apart."
             )
     rms = moved["rms"]
     if _significant(rms) and _significant(moved["mean_abs"]) and rms.value * moved["mean_abs"].value < 0:

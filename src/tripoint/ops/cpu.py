@@ -142,32 +142,33 @@ def _differing_ops() -> list[str]:
     """The ops whose bits on a small sample are not the reference's."""
     generator = torch.Generator().manual_seed(0)
 
-    def sample(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-        return torch.randn(*shape, generator=generator).mul(3).to(dtype)
+    def sample(dtype: torch.dtype, *shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, device="cpu", dtype=torch.float32).mul(3).to(dtype)
 
-    x, residual, weight, grad = sample(40, 612), sample(40, 612), sample(612), sample(40, 612)
-    wide, wide_residual = sample(40, 612, dtype=torch.float32), sample(40, 612, dtype=torch.float32)
-    angles = sample(40, 36, dtype=torch.float32)
-    cos, sin = angles.cos(), angles.sin()
-    bf16 = torch.bfloat16
-    calls: list[tuple[str, tuple[object, ...]]] = []
-    calls += [("rope", (x[:, :36], cos, sin, "bf16", compute, "rne", bf16)) for compute in _COMPUTES]
-    # In FP32 nothing hides a different last bit.
-    calls.append(("gated_act", (wide, wide_residual, "silu", False, "fp32", "rne")))
-    calls.append(("gated_act_backward", (wide_residual, wide, wide_residual, "silu", False, "fp32", "rne")))
-    calls.append(("gated_act", (x, residual, "silu", True, "bf16", "rne")))
-    norm = ("before_var", True, True)
-    calls.append(("add_rms_norm", (x, residual, weight, 1e-5, "never", False, False, False, "rne", bf16)))
-    rstd = reference.add_rms_norm(x, residual, weight, 1e-5, *norm, True, "rne", bf16)[2]
-    calls.append(("add_rms_norm_backward", (grad, grad, x, residual, weight, rstd, *norm, "rne", bf16)))
-    calls.append(("add_rms_norm_backward", (grad, None, wide, None, weight, rstd, "never", False, True, "rne", bf16)))
-    calls.append(("residual_add", (x, wide, True, "rne", bf16)))
-    calls.append(("cast_to", (wide, bf16, "rtz")))
+    bf16, fp32 = torch.bfloat16, torch.float32
+    x, residual, grad = (sample(bf16, 40, 612) for _ in range(3))
+    wide, wider = (sample(fp32, 40, 612) for _ in range(2))
+    weight, table = sample(bf16, 612), sample(fp32, 40, 612)
+    n1 = ("before_var", True, True)
+    rstd = reference.add_rms_norm(x, residual, weight, 1e-5, *n1, True, "rne", bf16)[2]
+    # In FP32 no rounding hides a different last bit.
+    calls: list[tuple[str, tuple[object, ...]]] = [
+        *(("rope", (x, table, table, "bf16", compute, "rne", bf16)) for compute in _COMPUTES),
+        ("rope", (wide, table, table, "fp32", "fp32", "rne", fp32)),
+        ("gated_act", (wide, wider, "silu", False, "fp32", "rne")),
+        ("gated_act", (x, residual, "silu", True, "bf16", "rne")),
+        ("gated_act_backward", (wider, wide, wider, "silu", False, "fp32", "rne")),
+        ("add_rms_norm", (x, residual, weight, 1e-5, "never", False, False, False, "rne", bf16)),
+        ("add_rms_norm_backward", (grad, grad, x, residual, weight, rstd, *n1, "rne", bf16)),
+        ("add_rms_norm_backward", (wider, None, wide, None, weight.float(), rstd, "never", False, False, "rne", fp32)),
+        ("residual_add", (x, wide, True, "rne", bf16)),
+        ("cast_to", (wide, bf16, "rtz")),
+    ]
 
-    def same(mine: object, expected: object) -> bool:
-        if isinstance(mine, Tensor) and isinstance(expected, Tensor):
-            return torch.equal(mine, expected)
-        return all(same(a, b) for a, b in zip(mine, expected, strict=True))  # type: ignore[call-overload]
+    def same(mine: Tensor | tuple[Tensor, ...], theirs: Tensor | tuple[Tensor, ...]) -> bool:
+        if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
+            return torch.equal(mine, theirs)
+        return all(map(torch.equal, mine, theirs))
 
     differ = {name for name, args in calls if not same(globals()[name](*args), getattr(reference, name)(*args))}
     return sorted(differ)

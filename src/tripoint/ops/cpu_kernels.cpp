@@ -14,7 +14,7 @@
 #include <bit>
 #include <cmath>
 #include <cstdint>
-#include <cstring>
+#include <limits>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -36,19 +36,19 @@ enum SumRound : int32_t { kBeforeVar, kAfterVar, kNever };
 
 // Calls f(i, count) for every vector of a row of n elements; count is a constant but for the last, partial vector.
 template <typename F>
-void for_vectors(int64_t n, const F& f) {
+C10_ALWAYS_INLINE void for_vectors(int64_t n, const F& f) {
   int64_t i = 0;
   for (; i + W <= n; i += W) f(i, std::integral_constant<int64_t, W>{});
   if (i < n) f(i, n - i);
 }
 
 template <typename T>
-V load(const T* p, int64_t count) {
+C10_ALWAYS_INLINE V load(const T* p, int64_t count) {
   return at::vec::convert<float>(Vectorized<T>::loadu(p, count));
 }
 
 template <typename T>
-V load(const void* p, bool wide, int64_t i, int64_t count) {
+C10_ALWAYS_INLINE V load(const void* p, bool wide, int64_t i, int64_t count) {
   return wide ? load(static_cast<const float*>(p) + i, count) : load(static_cast<const T*>(p) + i, count);
 }
 
@@ -84,7 +84,7 @@ V toward_zero(V x) {
 
 // The values of x rounded to T.
 template <typename T, Cast cast>
-V round_to(V x) {
+C10_ALWAYS_INLINE V round_to(V x) {
   if constexpr (std::is_same_v<T, float>) {
     return x;
   } else if constexpr (cast == kNearestEven) {
@@ -95,7 +95,7 @@ V round_to(V x) {
 }
 
 template <typename T, Cast cast>
-void store(V x, void* p, bool wide, int64_t i, int64_t count) {
+C10_ALWAYS_INLINE void store(V x, void* p, bool wide, int64_t i, int64_t count) {
   if (wide) {
     x.store(static_cast<float*>(p) + i, count);
   } else {
@@ -111,27 +111,38 @@ struct Rows {
   int64_t wide;
 };
 
-// Where row number `row` of three outer dimensions stands.
-struct Place {
-  int64_t index[3];
-
+// Where a row stands under the three outer dimensions.
+class Place {
+ public:
   Place(int64_t row, const int64_t* size)
-      : index{row / (size[1] * size[2]), row / size[2] % size[1], row % size[2]} {}
+      : size_(size), index_{row / (size[1] * size[2]), row / size[2] % size[1], row % size[2]} {}
 
   int64_t in(const Rows& rows) const {
-    return index[0] * rows.stride[0] + index[1] * rows.stride[1] + index[2] * rows.stride[2];
+    return index_[0] * rows.stride[0] + index_[1] * rows.stride[1] + index_[2] * rows.stride[2];
   }
+
+  void advance() {
+    if (++index_[2] < size_[2]) return;
+    index_[2] = 0;
+    if (++index_[1] < size_[1]) return;
+    index_[1] = 0;
+    ++index_[0];
+  }
+
+ private:
+  const int64_t* size_;
+  int64_t index_[3];
 };
 
 int64_t row_count(const int64_t* size) { return size[0] * size[1] * size[2]; }
 
 template <typename T>
-V load(const Rows& rows, int64_t at, int64_t count) {
+C10_ALWAYS_INLINE V load(const Rows& rows, int64_t at, int64_t count) {
   return load<T>(rows.data, rows.wide, at, count);
 }
 
 template <typename T, Cast cast>
-void store(V x, const Rows& rows, int64_t at, int64_t count) {
+C10_ALWAYS_INLINE void store(V x, const Rows& rows, int64_t at, int64_t count) {
   store<T, cast>(x, rows.data, rows.wide, at, count);
 }
 
@@ -271,7 +282,7 @@ void copy_table(float* to, const Rows& table, int64_t at, const RopeArgs& a, boo
 }
 
 template <typename T, Cast cast, RopeCompute compute>
-V rotated(V x, V cos, V partner, V sin) {
+C10_ALWAYS_INLINE V rotated(V x, V cos, V partner, V sin) {
   if constexpr (compute == kOnce) {
     return x * cos + partner * sin;
   } else if constexpr (compute == kStepwise) {
@@ -288,8 +299,8 @@ void rope(const RopeArgs& a) {
     std::vector<float> table(2 * a.head_dim);
     float *cos = table.data(), *sin = cos + a.head_dim;
     int64_t cos_at = -1, sin_at = -1;
-    for (int64_t row = begin; row < end; ++row) {
-      const Place place(row, a.size);
+    Place place(begin, a.size);
+    for (int64_t row = begin; row < end; ++row, place.advance()) {
       // The heads of one token share a row of the table.
       if (const int64_t at = place.in(a.cos); at != cos_at) copy_table<T>(cos, a.cos, cos_at = at, a, false);
       if (const int64_t at = place.in(a.sin); at != sin_at) copy_table<T>(sin, a.sin, sin_at = at, a, a.backward);
@@ -308,12 +319,36 @@ void rope(const RopeArgs& a) {
 
 // -- SwiGLU -----------------------------------------------------------------------------------------------------------
 
-V silu(V x) { return x / (V(1.0f) + x.neg().exp()); }
+#ifdef CPU_CAPABILITY_DEFAULT
+V exp(V x) { return x.exp(); }
+#else
+// Sleef_expf_u10, inlined: the same operations in the same order.
+C10_ALWAYS_INLINE V exp(V x) {
+  using Int = Vectorized<int32_t>;
+  const auto fma = [](V a, V b, V c) { return at::vec::fmadd(a, b, c); };
+  const auto pow2 = [](Int n) { return at::vec::cast<float>((n + Int(127)) << Int(23)); };
+  const V n32 = (x * V(1.442695040888963407359924681001892137426645954152985934135449406931f)).round();
+  const Int n = at::vec::convert_to_int_of_same_size(n32);
+  const V s = fma(n32, V(-1.428606765330187045e-06f), fma(n32, V(-0.693145751953125f), x));
+  V u(0.000198527617612853646278381f);
+  for (float c : {0.00139304355252534151077271f, 0.00833336077630519866943359f, 0.0416664853692054748535156f,
+                  0.166666671633720397949219f, 0.5f}) {
+    u = fma(u, s, V(c));
+  }
+  u = V(1.0f) + fma(s * s, u, s);
+  const Int half = n >> Int(1);
+  u = u * pow2(half) * pow2(n - half);
+  u = V::blendv(u, V(0.0f), x < V(-104.0f));
+  return V::blendv(u, V(std::numeric_limits<float>::infinity()), x > V(100.0f));
+}
+#endif
+
+C10_ALWAYS_INLINE V silu(V x) { return x / (V(1.0f) + exp(x.neg())); }
 float silu(float x) { return x / (1.0f + std::exp(-x)); }
 
 // The gradient at x from `grad` at silu(x).
-V silu_backward(V grad, V x) {
-  const V one(1.0f), sigmoid = one / (one + x.neg().exp());
+C10_ALWAYS_INLINE V silu_backward(V grad, V x) {
+  const V one(1.0f), sigmoid = one / (one + exp(x.neg()));
   return grad * sigmoid * at::vec::fmadd(x, one - sigmoid, one);
 }
 float silu_backward(float grad, float x) {
@@ -329,7 +364,7 @@ float silu_backward(float grad, float x) {
 template <typename T, Cast cast>
 V silu_bf16_sigmoid(V x) {
   const V one(1.0f);
-  const V y = round_to<T, cast>(one / round_to<T, cast>(one + round_to<T, cast>(x.abs().exp())));
+  const V y = round_to<T, cast>(one / round_to<T, cast>(one + round_to<T, cast>(exp(x.abs()))));
   return x * V::blendv(round_to<T, cast>(one - y), y, x < V(0.0f));
 }
 
@@ -440,8 +475,8 @@ void add_rms_norm(const NormArgs& a) {
   const std::vector<float> weight = weight_in_fp32<T>(a);
   at::parallel_for(0, row_count(a.size), std::max<int64_t>(1, kGrain / a.hidden), [&](int64_t begin, int64_t end) {
     SumRow<T, cast> sum(a);
-    for (int64_t row = begin; row < end; ++row) {
-      const Place place(row, a.size);
+    Place place(begin, a.size);
+    for (int64_t row = begin; row < end; ++row, place.advance()) {
       sum.read(place);
       const float mean_square = dot(sum.seen_by_var(), sum.seen_by_var(), a.hidden) / static_cast<float>(a.hidden);
       const float rstd = 1.0f / std::sqrt(mean_square + a.eps);
@@ -468,8 +503,8 @@ void add_rms_norm_backward(const NormArgs& a) {
   at::parallel_for(0, blocks, std::max<int64_t>(1, kGrain / (a.hidden * step)), [&](int64_t begin, int64_t end) {
     SumRow<T, cast> sum(a);
     std::vector<float> d_normalised(a.hidden), d_weight(a.hidden);
-    for (int64_t row = begin * step; row < std::min(end * step, rows); ++row) {
-      const Place place(row, a.size);
+    Place place(begin * step, a.size);
+    for (int64_t row = begin * step; row < std::min(end * step, rows); ++row, place.advance()) {
       sum.read(place);
       const float rstd = static_cast<const float*>(a.rstd.data)[place.in(a.rstd)];
       const int64_t grad_at = place.in(a.grad_out);

@@ -16,7 +16,7 @@ from __future__ import annotations
 import platform
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from tripoint.stacks.base import Progress, Rollout, Stack, end_tokens, vocab_siz
 
 BATCH_TOKENS = 4096  # per scoring pass: bounds the BF16 logits, 400 MB for a vocabulary of 49152
 BATCH_ROWS = 64  # sequences that are sampled together
+RECOMPILE_LIMIT = 64  # graphs differ by batches of one and of more, prompts of one token and of more, with and without cache
 SOFTMAX_ROWS = 256  # positions whose FP32 logits exist at a time
 
 
@@ -54,7 +55,7 @@ class HFStack(Stack):
         self.model = loaded.to(self.device)
         self.vocab_size = vocab_size(model)
         self.end_tokens = torch.tensor(end_tokens(model), device=self.device)
-        # One graph for all lengths, so that no sequence is computed by other kernels than the rest.
+        # Graphs that fit all lengths, so that no sequence is computed by other kernels than the rest.
         self._call: Callable[..., Any] = torch.compile(self.model, dynamic=True) if mode == "compile" else self.model
 
     def sample(
@@ -128,8 +129,13 @@ class HFStack(Stack):
         return {"transformers": transformers.__version__, "torch": str(torch.__version__)}
 
     def _forward(self, ids: torch.Tensor, **options: Any) -> Any:
-        autocast = torch.autocast(self.device.type, torch.bfloat16) if self.mode == "autocast" else nullcontext()
-        with autocast:
+        context: AbstractContextManager[Any] = nullcontext()
+        if self.mode == "autocast":
+            context = torch.autocast(self.device.type, torch.bfloat16)
+        elif self.mode == "compile":
+            # Past its limit the compiler would silently run the model eagerly, which rounds elsewhere.
+            context = torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True)
+        with context:
             return self._call(input_ids=ids, **options)
 
     @torch.no_grad()

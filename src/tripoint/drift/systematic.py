@@ -1,0 +1,239 @@
+"""One measurement of the part of the drift that does not average out: replicates of both stacks, controls, attribution.
+
+The engine may be a running stack, which is dithered like the trainer, or a recording (a single sample of its roundings).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from tripoint.align import align
+from tripoint.drift.attribution import Attribution, Moved, attribute, differing, name, subsets
+from tripoint.drift.dither import Dithering, How, Replicates, seeds
+from tripoint.drift.estimate import Estimate, Systematic, systematic
+from tripoint.drift.expectation import steady
+from tripoint.schedule import RoundingSchedule
+from tripoint.stacks import Progress, Stack
+from tripoint.stacks.emulated import EmulatedStack
+from tripoint.stacks.hf import HFStack
+
+MIN_REPLICATES, MAX_REPLICATES = 4, 64
+QUICK_SECONDS, FULL_SECONDS = 240.0, 720.0
+CONTROLS_AGREE = 3.0  # standard errors
+
+# Far from every trainer's: no stack is known to round like this.
+ODD = RoundingSchedule.parse("R4 S5 N6 qk=none")
+ODD_WITHOUT_SILU = RoundingSchedule.parse("R4 S3 N6 qk=none")
+
+Stage = Callable[[str, int], AbstractContextManager[Progress]]
+
+
+@contextmanager
+def unwatched(what: str, total: int) -> Iterator[Progress]:
+    yield lambda done: None
+
+
+@dataclass(frozen=True)
+class Controls:
+    """`zero`: the trainer against itself with fresh dithers. `positive`: against itself under a deliberately odd schedule."""
+
+    zero: Estimate
+    positive: Estimate
+
+    @property
+    def problem(self) -> str | None:
+        """What a control says against the measurement, None if nothing."""
+        if abs(self.zero.value) > CONTROLS_AGREE * self.zero.stderr:
+            return (
+                f"the trainer against itself gives {self.zero.value:.2g} ± {self.zero.stderr:.1g} nats², which is not zero: "
+                "its dithers are not exchangeable"
+            )
+        if self.positive.value < CONTROLS_AGREE * self.positive.stderr:
+            return (
+                f"a deliberately different schedule gives {self.positive.value:.2g} ± {self.positive.stderr:.1g} nats², not "
+                "told from zero: the measurement is too coarse, so give it more replicates or tokens"
+            )
+        return None
+
+
+@dataclass(frozen=True)
+class Ranged:
+    """The same variance by the two ways of decorrelating roundings."""
+
+    dither: Estimate
+    permutation: Estimate
+
+    @property
+    def disagree(self) -> bool:
+        """Whether they differ by more than two standard errors of their difference: then they are a range."""
+        error = np.hypot(self.dither.stderr, self.permutation.stderr)
+        return bool(abs(self.dither.value - self.permutation.value) > 2 * error)
+
+
+@dataclass(frozen=True)
+class SystematicDrift:
+    """The result. `aligned`: the variance once the trainer rounds like the engine, None without a target.
+
+    `bound_only`: the engine was a single sample, so that `total` and `aligned` include its noise and only bound the
+    systematic variance; their difference does not depend on that. `passes`: how often the tokens were scored, by the trainer
+    and by the engine.
+    """
+
+    tokens: int
+    sequences: int
+    replicates: int
+    wild: NDArray[np.bool_]
+    noise_rms: dict[str, float]
+    total: Estimate
+    aligned: Estimate | None
+    removed: Estimate | None
+    attribution: Attribution | None
+    ranged: Ranged | None
+    controls: Controls
+    bound_only: bool
+    passes: dict[str, int]
+    seconds: dict[str, float]
+    scores: dict[str, Replicates] = field(repr=False)
+
+
+def measure_systematic(
+    engine: Stack | Replicates,
+    trainer: HFStack,
+    dithering: Dithering,
+    schedules: tuple[RoundingSchedule, RoundingSchedule] | None,
+    *,
+    full: bool,
+    replicates: int | None = None,
+    budget: float | None = None,
+    seed: int = 0,
+    stage: Stage = unwatched,
+) -> SystematicDrift:
+    """Measure the systematic drift between `engine` and `trainer` on the tokens of `dithering`.
+
+    `schedules`: the trainer's and the engine's, None if the latter is not known. `full`: also attribute it to the
+    operations, and compare dithering with permutation. `replicates`: how many of each stack; by default as many as the time
+    `budget` (seconds) allows, and that is `QUICK_SECONDS` or `FULL_SECONDS`. `engine` may be one recorded sample.
+
+    The trainer ends as it was. Raises MeasurementError where the tokens are too few.
+    """
+    recorded = engine if isinstance(engine, Replicates) else None
+    whole = differing(*schedules) if schedules else ()
+    moves = [moved for moved in subsets(whole) if moved and (full or moved == whole)]
+    both_ways = full and recorded is None
+    clock = _Clock()
+    if replicates is None:
+        budget = budget or (FULL_SECONDS if full else QUICK_SECONDS)
+        # Two halves of the trainer, the odd schedule, every move, and both again when permuted.
+        weights = {"trainer": 3 + len(moves) + both_ways, "engine": (1 + both_ways) * (recorded is None)}
+        per_replicate = weights["trainer"] * clock.probe("trainer", trainer, dithering)
+        if recorded is None:
+            per_replicate += weights["engine"] * clock.probe("engine", engine, dithering)  # type: ignore[arg-type]
+        replicates = int(min(max(budget / per_replicate, MIN_REPLICATES), MAX_REPLICATES))
+
+    def score(stack: Stack, who: str, what: str, count: int, how: How = "dither") -> Replicates:
+        with clock.timed(who, count), stage(f"{what}, {count} {how}s" if how == "dither" else f"{what}, permuted", 0):
+            return dithering.score(stack, seeds(seed, f"{what}/{how}", count), how=how)
+
+    scores: dict[str, Replicates] = {}
+    if recorded is None:
+        assert isinstance(engine, Stack)
+        scores["engine"] = score(engine, "engine", "engine", replicates)
+        if both_ways:
+            scores["engine, permuted"] = score(engine, "engine", "engine", replicates, "permutation")
+    else:
+        scores["engine"] = recorded
+    scores["trainer"] = score(trainer, "trainer", "trainer", 2 * replicates)
+    if both_ways:
+        scores["trainer, permuted"] = score(trainer, "trainer", "trainer", replicates, "permutation")
+    for moved in moves:
+        with aligned(trainer, schedules[0].moved(schedules[1], moved)):  # type: ignore[index]
+            scores[name(moved)] = score(trainer, "trainer", f"trainer with {name(moved)} moved", replicates)
+    with aligned(trainer, odd_schedule(trainer)):
+        scores["odd"] = score(trainer, "trainer", "trainer, odd schedule", replicates)
+
+    kept = steady([scores["engine"], scores["trainer"], *(scores[name(moved)] for moved in moves)])
+    joint = Systematic(
+        scores["engine"], {"nothing": scores["trainer"]} | {name(m): scores[name(m)] for m in moves}, tokens=kept, seed=seed
+    )
+    halves = [Replicates(scores["trainer"].values[part::2], dithering.lengths) for part in (0, 1)]
+    attribution = None
+    if full and whole:
+        trainers: dict[Moved, Replicates] = {(): scores["trainer"]} | {moved: scores[name(moved)] for moved in moves}
+        assert schedules is not None
+        attribution = attribute(scores["engine"], trainers, schedules, kept, seed=seed)
+    ranged = None
+    if both_ways:
+        permuted = systematic(scores["engine, permuted"], scores["trainer, permuted"], tokens=kept, seed=seed)
+        ranged = Ranged(joint.combine({"nothing": 1.0}), permuted)
+    everything = name(whole) if whole else None
+    return SystematicDrift(
+        tokens=len(kept),
+        sequences=len(dithering.lengths),
+        replicates=replicates,
+        wild=~kept,
+        noise_rms={who: _noise(scores[who], kept) for who in ("trainer", "engine")},
+        total=joint.combine({"nothing": 1.0}),
+        aligned=joint.combine({everything: 1.0}) if everything else None,
+        removed=joint.combine({"nothing": 1.0, everything: -1.0}) if everything else None,
+        attribution=attribution,
+        ranged=ranged,
+        controls=Controls(
+            systematic(halves[0], halves[1], tokens=kept, seed=seed),
+            systematic(scores["trainer"], scores["odd"], tokens=kept, seed=seed),
+        ),
+        bound_only=joint.bound_only,
+        passes=clock.passes,
+        seconds=clock.seconds,
+        scores=scores,
+    )
+
+
+@contextmanager
+def aligned(trainer: HFStack, schedule: RoundingSchedule) -> Iterator[None]:
+    """`trainer` rounding by `schedule` inside, and as before afterwards."""
+    record = align(trainer.model, to=schedule)
+    try:
+        yield
+    finally:
+        if isinstance(trainer, EmulatedStack):
+            align(trainer.model, to=trainer.alignment.schedule)
+        else:
+            record.undo()
+
+
+def odd_schedule(trainer: HFStack) -> RoundingSchedule:
+    """A schedule unlike any trainer's, of those its gate can have."""
+    return ODD if trainer.model.config.hidden_act in ("silu", "swish") else ODD_WITHOUT_SILU
+
+
+def _noise(scores: Replicates, kept: NDArray[np.bool_]) -> float:
+    return float(np.sqrt(scores.values[:, kept].var(axis=0, ddof=1).mean())) if len(scores) > 1 else float("nan")
+
+
+@dataclass
+class _Clock:
+    """How often the tokens were scored and how long it took, by side."""
+
+    passes: dict[str, int] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def timed(self, who: str, passes: int) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.passes[who] = self.passes.get(who, 0) + passes
+        self.seconds[who] = self.seconds.get(who, 0.0) + time.perf_counter() - start
+
+    def probe(self, who: str, stack: Stack, dithering: Dithering) -> float:
+        """Seconds that one dithered pass takes, after one to warm up."""
+        dithering.score_once(stack)
+        start = time.perf_counter()
+        with self.timed(who, 2):
+            dithering.score(stack, [0])
+        return time.perf_counter() - start

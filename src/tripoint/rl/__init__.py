@@ -1,0 +1,1 @@
+"""Reinforcement learning with two stacks: what is watched during a run."""

@@ -1,0 +1,315 @@
+"""The pocket experiment: what its arms are, that zero mismatch is zero, and that its statistics say what they claim."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from experiments.collapse import loop, pocket, records, report, sides, spec, task
+from experiments.collapse.arms import ARMS, Arm
+from experiments.collapse.spec import Run
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tripoint.align import align
+from tripoint.errors import MeasurementError, UsageError
+from tripoint.rl.collapse import WINDOW, collapsed_at
+
+
+@pytest.fixture(scope="module")
+def weights() -> list[Tensor]:
+    """Of a model that has learned nothing."""
+    model = pocket.build("qwen2", torch.float32)
+    pocket.initialise(model, key_size=100.0, seed=0)
+    return [parameter.detach() for parameter in model.parameters()]
+
+
+@pytest.fixture(autouse=True)
+def _small_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "PROMPTS_PER_UPDATE", 3)
+
+
+def trained(arm: str, weights: list[Tensor], updates: int = 2, **settings: Any) -> list[dict[str, Any]]:
+    return list(loop.train(Run(arm, 0, 0, updates=updates, **settings), weights))
+
+
+def loaded(model: PreTrainedModel, weights: list[Tensor]) -> PreTrainedModel:
+    pocket.copy_weights(model, weights)
+    return model
+
+
+def trainer(arm: Arm, weights: list[Tensor]) -> PreTrainedModel:
+    return loaded(sides.build_trainer(arm, "qwen2", torch.Generator().manual_seed(0)), weights)
+
+
+def some_logits(model: PreTrainedModel, rows: int = 8) -> Tensor:
+    prompts = task.training_prompts()[:rows]
+    return loop.completion_logits(model, prompts, task.answers(prompts))
+
+
+# -- zero means zero --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", list(pocket.SHAPES))
+def test_aligned_trainer_gives_the_bits_of_decoding_with_a_cache(shape: str) -> None:
+    # `train` raises if any update has a log-probability that differs; the gradient is the engine's own as well.
+    model = pocket.build(shape, torch.float32)
+    pocket.initialise(model, key_size=100.0, seed=1)
+    done = trained("all", [parameter.detach() for parameter in model.parameters()], updates=3, shape=shape)
+    assert [(r["max_abs"], r["k3"], r["ess"]) for r in done] == [(0.0, 0.0, 1.0)] * 3
+    assert (done[0]["bias"], done[0]["bias_cosine"]) == (0.0, 0.0)
+
+
+@pytest.mark.parametrize("arm", [name for name, arm in ARMS.items() if not arm.bitwise])
+def test_every_other_arm_differs_from_its_engine(arm: str, weights: list[Tensor]) -> None:
+    done = trained(arm, weights)
+    assert all(r["max_abs"] > 0 and r["k3"] > 0 for r in done)
+    assert done[0]["bias"] > 0
+
+
+def test_a_mismatch_where_none_may_be_ends_the_run(weights: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    def engine_with_one_other_rounding(arm: Arm, shape: str) -> PreTrainedModel:
+        model = pocket.build(shape, torch.bfloat16)
+        align(model, "R3 S3 N3 N.final=N2")
+        return model
+
+    monkeypatch.setattr(sides, "build_engine", engine_with_one_other_rounding)
+    with pytest.raises(MeasurementError, match=r"all_updates=2_sft0_seed0, update 0: max \|d\| is"):
+        trained("all", weights)
+
+
+# -- arms -------------------------------------------------------------------------------------------------------------
+
+
+def test_placebo_moves_rotated_values_as_far_as_stock_does_in_both_directions(weights: list[Tensor]) -> None:
+    def rotated(arm: Arm) -> Tensor:
+        attention = trainer(arm, weights).model.layers[0].self_attn.forward.__self__
+        tables = torch.linspace(0, 3, 4 * 16).view(1, 4, 16).repeat(1, 1, 2)
+        generator = torch.Generator().manual_seed(0)
+        query = (100 * torch.randn(1, 2, 4, 32, generator=generator)).bfloat16()
+        return attention._rotate(None, query, query, tables.cos(), tables.sin())[0].double()
+
+    aligned, stock, placebo = rotated(ARMS["all"]), rotated(Arm(trainer="R1 S3 N3")), rotated(ARMS["placebo"])
+    moved = placebo - aligned
+    assert torch.equal(moved.abs(), (stock - aligned).abs())
+    assert moved.count_nonzero() > 20
+    assert (moved * (stock - aligned)).sign().unique().tolist() == [-1, 0, 1]
+
+
+def test_noise_is_drawn_anew_and_leaves_the_gradient_alone(weights: list[Tensor]) -> None:
+    model = trainer(ARMS["placebo"], weights)
+    assert not torch.equal(some_logits(model), some_logits(model))
+    here, there = torch.zeros(50, requires_grad=True), torch.ones(50)
+    sides.moved_at_random(here, there, torch.Generator().manual_seed(0)).sum().backward()
+    assert here.grad is not None
+    assert torch.equal(here.grad, torch.ones(50))
+
+
+def test_a_dose_aligns_the_first_layers_only(weights: list[Tensor]) -> None:
+    # A stock alignment of the upper layers changes nothing, so a dose of the stock schedule is the stock model.
+    same = Arm(trainer="R1 S1 N1 carry=bf16", layers=2)
+    assert torch.equal(some_logits(trainer(same, weights)), some_logits(trainer(ARMS["none"], weights)))
+
+    def outputs(arm: Arm) -> list[Tensor]:
+        """What each layer's attention gets to see: unlike the residual sum it is rounded in every arm."""
+        model, seen = trainer(arm, weights), []
+        for layer in model.model.layers:
+            layer.input_layernorm.register_forward_hook(lambda _module, _args, out: seen.append(out))
+        some_logits(model)
+        return seen
+
+    aligned, half, untouched = outputs(ARMS["all"]), outputs(ARMS["dose-50"]), outputs(ARMS["none"])
+    assert all(torch.equal(a, b) for a, b in zip(aligned[:2], half[:2], strict=True))
+    assert not torch.equal(aligned[3], half[3])
+    assert not torch.equal(untouched[1], half[1])
+
+
+def test_split_arms_take_logits_from_one_side_and_the_gradient_from_the_other(weights: list[Tensor]) -> None:
+    prompts = task.training_prompts()[:8]
+    engine = loaded(sides.build_engine(Arm(), "qwen2"), weights)
+    stock = trainer(Arm(), weights)
+    noise = torch.Generator()
+    for name, forward, backward in (("aligned-forward", engine, stock), ("aligned-backward", stock, engine)):
+        logits, carrier = loop.policy_logits(ARMS[name], stock, engine, noise, prompts, task.answers(prompts))
+        assert torch.equal(logits, some_logits(forward))
+        assert carrier is backward
+        expected = torch.autograd.grad(some_logits(backward).sum(), list(backward.parameters()))
+        assert all(map(torch.equal, torch.autograd.grad(logits.sum(), list(carrier.parameters())), expected))
+
+
+# -- the loop ---------------------------------------------------------------------------------------------------------
+
+
+def test_runs_repeat_and_differ_by_seed(weights: list[Tensor]) -> None:
+    def trace(seed: int) -> list[float]:
+        return [r["grad_norm"] for r in loop.train(Run("none", 0, seed, updates=2), weights)]
+
+    assert trace(0) == trace(0)
+    assert trace(0) != trace(1)
+
+
+def test_sampling_follows_the_distribution_and_reports_its_own_probability(weights: list[Tensor]) -> None:
+    engine = loaded(sides.build_engine(Arm(), "qwen2"), weights)
+    prompts = task.training_prompts()[:1]
+    uniform = torch.rand(task.LENGTH, 512, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    completions, logprobs, _ = loop.sample(engine, prompts, uniform)
+    first, counts = completions[:, 0].unique(return_counts=True)
+    for token, count in zip(first, counts, strict=True):
+        probability = logprobs[completions[:, 0] == token, 0].exp()[0].item()
+        assert abs(count.item() / 512 - probability) < 4 * (probability / 512) ** 0.5
+
+
+def test_advantages() -> None:
+    rewards = torch.zeros(16, dtype=torch.float64)
+    rewards[:2] = 1.0
+    run = Run("none", 0, 0)
+    assert loop.advantages(run, rewards).unique().tolist() == [-1.0, 0.0]
+    assert loop.advantages(Run("none", 0, 0, baseline=0.5), rewards).unique().tolist() == [-0.5, 0.5]
+    for baseline in spec.GROUP_BASELINES:
+        grouped = loop.advantages(Run("none", 0, 0, baseline=baseline), rewards).view(2, 8)
+        assert grouped[0, 0] > 0 > grouped[0, -1]
+        assert grouped.sum(1).abs().max() < 1e-9
+        assert not grouped[1].any()
+
+
+def test_gradient_bias_is_relative_to_the_reference_and_knows_its_direction() -> None:
+    reference = torch.tensor([3.0, 4.0])
+    assert loop.gradient_bias(reference * 1.5, reference) == pytest.approx({"bias": 0.5, "bias_cosine": 1.0})
+    assert loop.gradient_bias(reference + torch.tensor([4.0, -3.0]), reference) == pytest.approx({"bias": 1, "bias_cosine": 0})
+
+
+def test_only_the_right_order_is_rewarded() -> None:
+    prompts = task.training_prompts()[:2]
+    completions = task.answers(prompts)
+    assert task.reward(prompts, completions).tolist() == [1, 1]
+    completions[1, -1] = task.SEPARATOR
+    assert task.reward(prompts, completions).tolist() == [1, 0]
+
+
+def test_warm_up_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "SFT_TARGET", 0.0)
+    made = loop.warmed_up(Run("none", 3, 0), tmp_path)
+    monkeypatch.setattr(loop, "_warm_up", lambda run: pytest.fail("made again"))
+    again = loop.warmed_up(Run("all", 3, 7), tmp_path)
+    assert all(map(torch.equal, made, again))
+
+
+# -- runs on disk -----------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_run_loses_no_other_and_finished_runs_are_not_made_again(
+    tmp_path: Path, weights: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "warmed_up", lambda run, directory: weights)
+    monkeypatch.setattr(records, "ProcessPoolExecutor", _InThisProcess)
+    good, bad = Run("none", 0, 0, updates=2), Run("none", 0, 1, updates=2, lr=-1.0)
+    outcomes = {run: error for run, _, error in records.execute_all([bad, good], tmp_path, workers=1)}
+    assert isinstance(outcomes[bad], ValueError)
+    assert outcomes[good] is None
+    assert records.missing([good, bad, good], tmp_path) == [bad]
+    [(run, done)] = records.load(tmp_path)
+    assert run == good
+    assert [record["update"] for record in done] == [0, 1]
+
+
+def test_a_run_that_was_cut_off_is_not_taken_for_finished(tmp_path: Path) -> None:
+    run = Run("none", 0, 0)
+    path = records.path_of(run, tmp_path)
+    path.with_suffix(".unfinished").write_text(json.dumps({"run": run.to_dict()}) + "\n")
+    assert records.missing([run], tmp_path) == [run]
+    assert records.load(tmp_path) == []
+
+
+class _InThisProcess:
+    """A pool of processes without the seconds that a process takes to import torch."""
+
+    def __init__(self, workers: int, mp_context: object) -> None: ...
+
+    def __enter__(self) -> _InThisProcess:
+        return self
+
+    def __exit__(self, *_: object) -> None: ...
+
+    def submit(self, function: Any, *args: Any) -> Any:
+        from concurrent.futures import Future
+
+        future: Future[Any] = Future()
+        try:
+            future.set_result(function(*args))
+        except Exception as error:
+            future.set_exception(error)
+        return future
+
+
+def test_studies_are_balanced_over_arms_at_every_moment() -> None:
+    quick = spec.studies()["quick"]
+    assert len(quick) == 24
+    assert [run.arm for run in quick[:4]] == ["none", "rope", "all", "placebo"]
+    assert {(run.sft_seed, run.seed) for run in quick[:4]} == {(0, 0)}
+
+
+def test_every_study_of_the_configuration_can_be_run() -> None:
+    names = {run.name for study in spec.studies().values() for run in study}
+    assert all(len(name) < 120 and "/" not in name for name in names)
+
+
+def test_mistakes_in_a_configuration_are_named(tmp_path: Path) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text('[study]\narm = ["nnoe"]\nseeds = [[0, 0]]\n')
+    with pytest.raises(UsageError, match="unknown arm 'nnoe'; nearest: none"):
+        spec.studies(config)
+    config.write_text('[study]\narm = ["none"]\nbaseline = "grop"\nseeds = [[0, 0]]\n')
+    with pytest.raises(UsageError, match="baseline='grop': give a number, mean or group"):
+        spec.studies(config)
+    config.write_text('[study]\narm = ["none"]\nlearning_rate = 1\nseeds = [[0, 0]]\n')
+    with pytest.raises(UsageError, match=r"\[study\]: unknown setting 'learning_rate'"):
+        spec.studies(config)
+
+
+# -- what is said about them ------------------------------------------------------------------------------------------
+
+
+def test_collapse_is_the_loss_of_half_of_the_best_reward() -> None:
+    assert collapsed_at([0.4] * WINDOW + [0.21] * 200) is None
+    fallen = collapsed_at([0.4] * WINDOW + [0.19] * 200)
+    assert fallen == 2 * WINDOW - 3  # 0.4 * 2 + 0.19 * 48 < 0.2 * 50, but not with 0.4 * 3
+    assert collapsed_at([0.0] * 300) is None
+    assert collapsed_at([0.4] * (WINDOW - 1)) is None
+
+
+def _finished(arm: str, final: float, sft_seed: int, seed: int) -> tuple[Run, list[dict[str, Any]]]:
+    run = Run(arm, sft_seed, seed)
+    rewards = [0.35 + (final - 0.35) * min(1.0, i / 100) for i in range(200)]
+    still = {"k3": 1e-3, "bias": 0.2, "bias_cosine": 0.1, "max_abs": 1.0, "entropy": 0.2, "seconds": 0.1}
+    return run, [{"update": i, "reward": reward, **still} for i, reward in enumerate(rewards)]
+
+
+def test_the_criterion_can_come_out_either_way(tmp_path: Path) -> None:
+    pairs = [(0, 0), (1, 0), (0, 1), (1, 1)]
+    expected = {"none": 0.02, "rope": 0.6, "all": 0.7, "placebo": 0.6, "wrong": 0.01, "swapped": 0.02}
+    text = report.write_report([_finished(arm, final, *pair) for arm, final in expected.items() for pair in pairs], tmp_path)
+    assert text.count("**holds**") == 6
+
+    sunk = expected | {"placebo": 0.02, "wrong": 0.7, "all": 0.01}
+    text = report.write_report([_finished(arm, final, *pair) for arm, final in sunk.items() for pair in pairs], tmp_path)
+    assert "| not the size of the mismatch | **fails** | placebo collapsed in 4 of 4 |" in text
+    assert "| same points, not more precision | **fails** | wrong collapsed in 0 of 4 |" in text
+    assert "| alignment cures | **fails** |" in text
+    assert {path.name for path in tmp_path.iterdir()} == {"runs.csv", "curves.csv", "report.md", "curves.png"}
+
+
+def test_a_claim_without_runs_is_not_judged(tmp_path: Path) -> None:
+    text = report.write_report([_finished("none", 0.02, 0, 0)], tmp_path)
+    assert "| stock collapses | **holds** | none collapsed in 1 of 1 |" in text
+    assert text.count("**not run**") == 5
+
+
+def test_the_interval_knows_that_runs_of_one_warm_up_are_not_independent() -> None:
+    one_warm_up_each = {(i, 0): float(i % 2) for i in range(20)}
+    two_warm_ups = {(i % 2, i): float(i % 2) for i in range(20)}
+    low, high = report.interval(one_warm_up_each)
+    assert 0.2 < low < 0.5 < high < 0.8
+    assert report.interval(two_warm_ups) == (0.0, 1.0)
