@@ -6,9 +6,10 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from experiments.collapse import loop, pocket, records, report, sides, spec, task
+from experiments.collapse import loop, mechanism, pocket, records, report, sides, spec, task
 from experiments.collapse.arms import ARMS, Arm
 from experiments.collapse.spec import Run
 from torch import Tensor
@@ -313,3 +314,29 @@ def test_the_interval_knows_that_runs_of_one_warm_up_are_not_independent() -> No
     low, high = report.interval(one_warm_up_each)
     assert 0.2 < low < 0.5 < high < 0.8
     assert report.interval(two_warm_ups) == (0.0, 1.0)
+
+
+def test_what_averages_out_is_not_systematic() -> None:
+    generator = torch.Generator().manual_seed(0)
+    steady = torch.zeros(1000, dtype=torch.float64)
+    steady[0] = 5.0
+    for expected in (torch.zeros_like(steady), steady):
+        batches = expected + torch.randn(30, 1000, generator=generator, dtype=torch.float64)
+        assert batches.square().sum(1).mean() > 900
+        squared, stderr = mechanism.between_batches((batches @ batches.T).numpy())
+        assert abs(squared - expected.square().sum().item()) < 3 * stderr < 12
+
+
+def test_rank_correlation() -> None:
+    x = np.array([1.0, 2.0, 3.0, 40.0])
+    assert mechanism.rank_correlation(x, x**3) == pytest.approx(1)
+    assert mechanism.rank_correlation(x, -x) == pytest.approx(-1)
+    assert mechanism.rank_correlation(np.array([1.0, 1, 2, 2]), np.array([1.0, 2, 1, 2])) == pytest.approx(0)
+
+
+def test_an_aligned_trainer_has_no_systematic_bias(weights: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mechanism, "BATCHES", 4)
+    aligned, stock = (mechanism.measure(Run(arm, 0, 0), weights) for arm in ("all", "none"))
+    assert aligned["bias2"] == aligned["systematic2"] == aligned["along"] == 0
+    assert stock["bias2"] > 0
+    assert aligned["batch2"] == stock["batch2"] > 0

@@ -175,6 +175,24 @@ def assert_rounded(actual: Tensor, exact: Tensor, slack: Tensor | float) -> None
     assert np.all((low64 <= out) & (out <= high64))
 
 
+ANGLES = {"pos*inv": 2, "pos/timescale": 2, "exp2": 8, "powscale": 32}
+"""How to compute the angle, and within how many FP32 epsilons it may miss the exact one (powscale: a running product)."""
+
+
+def test_rope_angles_are_near_the_exact_ones_and_one_to_eight_percent_of_the_outputs_apart() -> None:
+    theta, head_dim = 1e6, 128
+    positions = torch.randint(0, 32768, (512,), generator=torch.Generator().manual_seed(1))
+    exact = positions.double()[:, None] * theta ** (-2 * torch.arange(head_dim // 2).double() / head_dim)
+    x, outputs = random((1, 4, 512, head_dim), torch.bfloat16), {}
+    for angle, epsilons in ANGLES.items():
+        angles = reference.rope_angles(positions, theta, head_dim, angle)
+        assert bool(((angles.double() - exact).abs() <= epsilons * 2**-23 * exact).all()), angle
+        table = angles.repeat(1, 2)
+        outputs[angle] = ops.rope(x, table.cos(), table.sin(), *ROPE["R4"], "rne", torch.bfloat16)
+    for one, other in itertools.combinations(ANGLES, 2):
+        assert 0.005 < share(outputs[one], outputs[other]) < 0.08, (one, other)
+
+
 # -- gated activation -------------------------------------------------------------------------------------------------
 
 ACTS = ("silu", "gelu", "gelu_tanh")

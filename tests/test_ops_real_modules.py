@@ -18,6 +18,7 @@ import vllm_modules
 from strategies import NORM, ROPE, SWIGLU, laid_out
 from tiny import ARCHITECTURES, ROPES, config
 from tripoint import ops
+from tripoint.ops import reference
 
 BF16, FP32 = torch.bfloat16, torch.float32
 DTYPES = [torch.bfloat16, torch.float16]
@@ -137,6 +138,15 @@ def test_rotary_embedding_is_r1(architecture: str, dtype: torch.dtype, rope: str
     assert_same_with_gradients(
         ours, theirs, random((2, length, 4, head_dim), dtype, 1), random((2, length, 2, head_dim), dtype, 2)
     )
+
+
+def test_default_angles_are_transformers_own() -> None:
+    settings = config("llama")
+    positions = torch.arange(5000)
+    cos, _ = of("llama", "RotaryEmbedding")(settings)(random((1,), FP32), positions[None])
+    theta = settings.rope_parameters["rope_theta"]
+    angles = reference.rope_angles(positions, theta, settings.head_dim, "pos*inv")
+    assert same(angles.cos(), cos[0, :, : settings.head_dim // 2])
 
 
 @dtypes

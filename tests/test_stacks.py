@@ -287,7 +287,7 @@ def test_vllm_not_installed(model: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 def test_vllm_that_cannot_load_shows_its_log(model: Path, tmp_path: Path) -> None:
     config = json.loads((model / "config.json").read_text())
     save_file(weights_of(model), tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_text(json.dumps(config | {"intermediate_size": 48}))
+    (tmp_path / "config.json").write_text(json.dumps(config | {"hidden_act": "no_such_act"}))
     with pytest.raises(MeasurementError, match="failed during `start`") as caught:
         open_stack("vllm:eager", tmp_path, options=OPTIONS)
     assert "vllm-eager" in str(caught.value)
@@ -410,7 +410,7 @@ def test_temperature_shapes_what_is_sampled(stack: Stack) -> None:
         values = [logprob for r in sampled for logprob in r.logprobs or ()]
         return math.fsum(values) / len(values)
 
-    assert mean_logprob(0.0) > mean_logprob(0.5) + 0.1 > mean_logprob(1.0) + 0.2 > mean_logprob(3.0) + 0.3
+    assert mean_logprob(0.0) > mean_logprob(0.5) + 0.1 > mean_logprob(1.0) + 0.2 > mean_logprob(2.0) + 0.3
 
 
 def test_a_seed_decides_and_belongs_to_the_sequence(stack: Stack) -> None:
@@ -423,7 +423,7 @@ def test_a_seed_decides_and_belongs_to_the_sequence(stack: Stack) -> None:
 
 
 def test_a_completion_ends_with_its_end_token(stack: Stack) -> None:
-    sampled = stack.sample(prompts(60), max_tokens=12, seed=2, temperature=3.0)
+    sampled = stack.sample(prompts(60), max_tokens=12, seed=2, temperature=2.0)
     ended = [r for r in sampled if r.completion_ids[-1] in END]
     assert {r.completion_ids[-1] for r in ended} == set(END)
     assert not any(token in END for r in sampled for token in r.completion_ids[:-1])

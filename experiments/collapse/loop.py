@@ -20,7 +20,7 @@ from transformers import DynamicCache, PreTrainedModel
 from tripoint.errors import MeasurementError
 
 PROMPTS_PER_UPDATE, SAMPLES = 16, 8
-SFT_BATCH, SFT_LR, SFT_TARGET, SFT_MOST_UPDATES = 128, 1e-3, 0.34, 6000
+SFT_BATCH, SFT_LR, SFT_TARGET, SFT_MOST_UPDATES = 128, 1e-3, 0.34, 3000
 TIS_LIMIT = 2.0
 BIAS_EVERY = 20
 
@@ -82,7 +82,8 @@ def sample(engine: PreTrainedModel, prompts: Tensor, uniform: Tensor) -> tuple[T
     logits = engine(input_ids=prompts, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     logits = logits.repeat_interleave(samples, dim=0)
     cache.batch_repeat_interleave(samples)
-    tokens, logprobs, entropies = [], [], []
+    tokens: list[Tensor] = []
+    logprobs, entropies = [], []
     for position, position_uniform in enumerate(uniform):
         if position > 0:
             logits = engine(input_ids=tokens[-1], past_key_values=cache, use_cache=True).logits

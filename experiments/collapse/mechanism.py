@@ -15,33 +15,31 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
-
 from experiments.collapse import loop, pocket, sides, task
 from experiments.collapse.arms import arm_named
 from experiments.collapse.report import RESAMPLES, Records, summarise
 from experiments.collapse.spec import Run
+from numpy.typing import NDArray
+from torch import Tensor
 
 BATCHES = 32
 Floats = NDArray[np.float64]
 
 PREDICTORS: dict[str, Callable[[dict[str, Any]], float]] = {
     "k3": lambda m: m["k3"],
-    "whole bias / gradient": lambda m: (m["bias2"] / m["gradient2"]) ** 0.5,
-    "systematic bias": lambda m: max(m["systematic2"], 0.0) ** 0.5,
-    "systematic bias / gradient": lambda m: (max(m["systematic2"], 0.0) / m["gradient2"]) ** 0.5,
-    "systematic bias along the gradient": lambda m: m["along"] / m["gradient2"],
+    "whole bias / gradient": lambda m: (m["bias2"] / m["batch2"]) ** 0.5,
+    "systematic bias": lambda m: m["systematic2"],
+    "systematic bias / gradient": lambda m: m["systematic2"] / m["batch2"],
+    "systematic bias along the gradient": lambda m: m["along"] / m["batch2"],
 }
 
 
 def measure(run: Run, weights: list[Tensor]) -> dict[str, Any]:
     """The bias of `run`'s gradient at `weights`, over `BATCHES` batches as in training.
 
-    `gradient2`: squared norm of the engine's mean gradient; `bias2`: mean squared norm of the difference to the trainer's;
-    `systematic2`: squared norm of the mean difference; `along`: product of mean difference and mean gradient. All per batch of
-    128 completions, `systematic2`, `gradient2` and `along` without the inflation by noise, so that they can be negative; with
-    standard errors `*_stderr` (jackknife over batches). `k3`: nats per token.
+    `batch2`: squared norm of the engine's gradient, `bias2`: that of its difference to the trainer's, both means over batches.
+    `gradient2`, `systematic2`: squared norms of the mean gradient and of the mean difference, `along`: the product of the two,
+    with standard errors `*_stderr` (jackknife over batches); unbiased, so they can be negative. `k3`: nats per token.
     """
     arm = arm_named(run.arm)
     noise = torch.Generator().manual_seed(0)
@@ -72,7 +70,9 @@ def measure(run: Run, weights: list[Tensor]) -> dict[str, Any]:
         "gradient2": (of_gradient @ of_gradient.T).numpy(),
         "along": (of_difference @ of_gradient.T).numpy(),
     }
-    out: dict[str, Any] = {"k3": statistics.fmean(k3), "bias2": float(np.diag(products["systematic2"]).mean())}
+    whole = {"batch2": "gradient2", "bias2": "systematic2"}
+    out: dict[str, Any] = {name: float(np.diag(products[of]).mean()) for name, of in whole.items()}
+    out["k3"] = statistics.fmean(k3)
     for name, product in products.items():
         out[name], out[f"{name}_stderr"] = between_batches(product)
     return out
@@ -116,13 +116,14 @@ def mechanism_report(finished: Iterable[tuple[Run, Records]], directory: Path) -
             rows.append((run, measured, summary.final_reward / summary.first_reward))
     if not rows:
         return ""
-    lines = ["| condition | runs | reward kept | k3 | gradient² | whole bias² | systematic bias² | along gradient |", "|---" * 8 + "|"]
+    heads = ("condition", "runs", "reward kept", "k3", "gradient², one batch", "mean gradient²", "bias², one batch")
+    lines = [f"| {' | '.join(heads)} | mean bias² | along |", "|---" * 9 + "|"]
     conditions = dict.fromkeys(run.condition for run, _, _ in rows)
     for condition in conditions:
         of_condition = [(measured, kept) for run, measured, kept in rows if run.condition == condition]
         cells = [f"{statistics.fmean(kept for _, kept in of_condition):.2f}"]
         cells.append(f"{statistics.fmean(measured['k3'] for measured, _ in of_condition):.2g}")
-        for name in ("gradient2", "bias2", "systematic2", "along"):
+        for name in ("batch2", "gradient2", "bias2", "systematic2", "along"):
             mean = statistics.fmean(measured[name] for measured, _ in of_condition)
             errors = [measured.get(f"{name}_stderr", 0.0) for measured, _ in of_condition]
             stderr = sum(error**2 for error in errors) ** 0.5 / len(errors)

@@ -6,7 +6,7 @@ import json
 import multiprocessing
 import platform
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
@@ -41,13 +41,16 @@ def execute(run: Run, directory: Path) -> None:
     unfinished.rename(path)
 
 
-def execute_all(wanted: list[Run], directory: Path, workers: int) -> Iterator[tuple[Run, float, Exception | None]]:
-    """Make `wanted` in worker processes, yielding each run when it ends, seconds since the start, and why it failed if so."""
+def execute_all(
+    wanted: list[Run], directory: Path, workers: int, what: Callable[[Run, Path], None] = execute
+) -> Iterator[tuple[Run, float, Exception | None]]:
+    """Do `what` for each of `wanted` in worker processes, yielding the run when it ends, seconds since the start, and why it
+    failed if it did."""
     directory.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     # Forking a process that holds torch's threads is not safe.
     with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        futures = {pool.submit(execute, run, directory): run for run in wanted}
+        futures = {pool.submit(what, run, directory): run for run in wanted}
         for future in as_completed(futures):
             error = future.exception()
             if error is not None and not isinstance(error, Exception):

@@ -208,7 +208,8 @@ class AlignedAttention(AlignedForward):
         unsqueeze_dim: int = 1,
     ) -> tuple[Tensor, Tensor]:
         # Where a QK-norm leaves query and key in FP32, its weight tells what the rotation rounds to.
-        held: Any = self.module.q_norm.weight if hasattr(self.module, "q_norm") else query
+        attention: Any = self.module
+        held = attention.q_norm.weight if hasattr(attention, "q_norm") else query
         dtype = compute_dtype(held.dtype, query)
         if dtype is None:
             return unaligned(query, key, cos, sin, unsqueeze_dim)

@@ -30,6 +30,8 @@ LIGER: dict[str, str] = {"RMSNorm": "LigerRMSNorm", "MLP": "LigerSwiGLUMLP"}
 # Attributes under which FSDP1, activation-checkpoint wrappers and torch.compile keep the module they wrap.
 _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
+_KNOWN = ", ".join(ARCHITECTURES)
+
 _SUSPECT = re.compile(r"RMSNorm|Rotary|Attention|DecoderLayer", re.IGNORECASE)
 
 
@@ -90,16 +92,16 @@ def find_decoders(model: nn.Module) -> list[Decoder]:
     for name, module in model.named_modules():
         gated = hasattr(module, "gate_proj") and hasattr(module, "up_proj")
         if (gated or _SUSPECT.search(type(module).__name__)) and id(unwrap(module)) not in known:
-            raise _refusal(name, module, "is not a layout that align knows")
+            raise _refusal(name, module, "is not a layout that align knows; known: " + _KNOWN)
     if not decoders:
-        raise _refusal("the model", unwrap(model), "is not an architecture that align knows")
+        raise _refusal("the model", unwrap(model), "is not an architecture that align knows; known: " + _KNOWN)
     return decoders
 
 
 def _read_decoder(name: str, module: nn.Module, architecture: str) -> Decoder:
     prefix = f"{name}." if name else ""
     if patched := _patched_by(module):
-        raise _refusal(name or "the model", module, f"has a forward of its own from {patched}; undo that patch first")
+        raise _refusal(name or "the model", module, f"runs code of {patched}; undo that patch first")
     config: Any = module.config
     if config.hidden_act not in ACTIVATIONS:
         raise UsageError(
@@ -140,13 +142,15 @@ def _place(name: str, module: Any, architecture: str, kind_of_class: str, kind: 
     if patched is None and cls.__module__.startswith("liger_kernel.") and cls.__qualname__ == LIGER.get(kind_of_class):
         patched = "liger_kernel"
     elif not _is(module, architecture, kind_of_class):
-        raise _refusal(name, module, f"is not transformers' {ARCHITECTURES[architecture]}{kind_of_class}")
+        raise _refusal(name, module, f"is not transformers' {ARCHITECTURES[architecture]}{kind_of_class}; put that back")
     if kind == "attention" and patched is None:
         patched = _rotation_patched_by(name, module)
     if patched not in (None, "liger_kernel"):
         raise _refusal(name, module, f"runs code of {patched}; undo that patch first")
     if kind == "mlp" and hasattr(module, "act_fn") and type(module.act_fn) is not type(ACT2FN[module.config.hidden_act]):
-        raise _refusal(f"{name}.act_fn", module.act_fn, f"is not the config's hidden_act={module.config.hidden_act}")
+        raise _refusal(
+            f"{name}.act_fn", module.act_fn, f"is not the config's hidden_act, {module.config.hidden_act}; put that back"
+        )
     return Place(name, module, kind, site, index, patched)
 
 
@@ -169,7 +173,7 @@ def _patched_by(module: nn.Module) -> str | None:
 def _rotation_patched_by(name: str, attention: nn.Module) -> str | None:
     code = attention_code(attention)
     if "apply_rotary_pos_emb" not in code.__code__.co_names:
-        raise _refusal(name, attention, "does not call apply_rotary_pos_emb")
+        raise _refusal(name, attention, "does not call apply_rotary_pos_emb; this version of transformers is not supported")
     rotation = code.__globals__["apply_rotary_pos_emb"]
     # The `kernels` package makes a module of the function.
     return _patched_by(rotation) if isinstance(rotation, nn.Module) else _foreign(rotation, code.__module__)
@@ -183,4 +187,4 @@ def _foreign(function: Any, home: str) -> str | None:
 
 def _refusal(name: str, module: nn.Module, why: str) -> UsageError:
     cls = type(module)
-    return UsageError(f"{name} ({cls.__module__}.{cls.__qualname__}) {why}; known: {', '.join(ARCHITECTURES)}")
+    return UsageError(f"{name} ({cls.__module__}.{cls.__qualname__}) {why}")

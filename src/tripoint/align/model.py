@@ -138,15 +138,17 @@ def _check_supported(schedule: RoundingSchedule, decoder: Decoder) -> None:
 
 def _notes(decoder: Decoder) -> list[str]:
     """What somebody who reads the record has to know about the model."""
-    notes = [f"{p.name}: taken over from {p.taken_over}" for p in decoder.places if p.taken_over is not None]
+    name = decoder.name or "the model"
+    taken = Counter(place.taken_over for place in decoder.places if place.taken_over is not None)
+    notes = [f"{name}: taken over from {library}: {count} modules" for library, count in taken.items()]
     held = decoder.rotary.inv_freq.dtype
     if held != torch.float32:
         notes.append(
-            f"{decoder.name or 'the model'}: rotary_emb.inv_freq was rounded to {held}, probably by `.to({held})`, and no "
-            "schedule gives its angles back; load the model with `dtype=` instead"
+            f"{name}: rotary_emb.inv_freq was rounded to {held}, probably by `.to({held})`, and no schedule gives its angles "
+            "back; load the model with `dtype=` instead"
         )
     if decoder.weight_dtype == torch.float32:
-        notes.append(f"{decoder.name or 'the model'}: FP32 weights: it rounds under autocast, and computes as before without")
+        notes.append(f"{name}: FP32 weights: rounds as recorded under autocast, and computes as before without")
     return notes
 
 

@@ -13,12 +13,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tripoint.schedule import NormRounding, QkNormRounding, RopeRounding, SwigluRounding
+from tripoint.schedule import Angle, NormRounding, QkNormRounding, RopeRounding, SwigluRounding
 
 Array = NDArray[np.float64]
 
@@ -86,41 +86,53 @@ class Rotary:
 
     @classmethod
     def plain(cls, head_dim: int, theta: float) -> Rotary:
-        return cls(head_dim, theta, tuple(np.float32(1) / timescales(theta, head_dim)))
+        return cls(head_dim, theta, tuple(np.float32(1) / _powers(theta, head_dim).astype(np.float32)))
 
     @property
-    def angle_forms(self) -> tuple[str, ...]:
-        return ("pos*inv",) if self.theta is None else ("pos*inv", "pos/timescale", "exp2", "powscale")
+    def angle_forms(self) -> tuple[Angle, ...]:
+        return ("pos*inv",) if self.theta is None else get_args(Angle)
+
+    def clear_pairs(self) -> list[int]:
+        """The pairs to which every sound FP32 function gives the same powers: those not near an FP32 rounding boundary."""
+        assert self.theta is not None
+        exact = np.stack([_powers(self.theta, self.head_dim), _negative_powers_of_2(self.theta, self.head_dim)])
+        fraction = exact / np.spacing(exact.astype(np.float32)) % 1
+        return [int(pair) for pair in np.flatnonzero((np.abs(fraction - 0.5) > 0.15).all(0))]
 
     @cache  # noqa: B019 (a handful of instances)
-    def tables(self, form: str, positions: int) -> tuple[Array, Array]:
+    def tables(self, form: Angle, positions: int) -> tuple[Array, Array]:
         """cos and sin [position, pair] as FP32 numbers, for positions 0 to `positions` - 1."""
         angles = self._angles(form, np.arange(positions, dtype=np.float32)[:, None]).astype(np.float64)
         scaling = np.float32(self.scaling)
         cos, sin = (f(angles).astype(np.float32) * scaling for f in (np.cos, np.sin))
         return cos.astype(np.float64), sin.astype(np.float64)
 
-    def _angles(self, form: str, position: NDArray[np.float32]) -> NDArray[np.float32]:
+    def _angles(self, form: Angle, position: NDArray[np.float32]) -> NDArray[np.float32]:
         if form == "pos*inv":
             return position * np.array(self.inv_freq, dtype=np.float32)
         assert self.theta is not None
-        half = self.head_dim // 2
         if form == "pos/timescale":
-            return position / timescales(self.theta, self.head_dim)
+            return position / _powers(self.theta, self.head_dim).astype(np.float32)
         if form == "exp2":
-            exponent = np.arange(half, dtype=np.float32) / np.float32(half) * np.log2(np.float32(self.theta))
-            return position * np.exp2(-exponent)
+            return position * _negative_powers_of_2(self.theta, self.head_dim).astype(np.float32)
         step = np.float32(self.theta) ** np.float32(-2.0 / self.head_dim)
         columns = [position]
-        while len(columns) < half:
+        while len(columns) < self.head_dim // 2:
             columns.append(columns[-1] * step)
         return np.concatenate(columns, axis=1)
 
 
-def timescales(theta: float, head_dim: int) -> NDArray[np.float32]:
-    """theta^(2j/head_dim) in FP32, positions per radian of each pair; the power itself is correctly rounded."""
+def _powers(theta: float, head_dim: int) -> Array:
+    """theta^(2j / head_dim), exact but for the rounding of the exponent to FP32."""
     exponent = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
-    return (np.float64(theta) ** exponent.astype(np.float64)).astype(np.float32)
+    return np.float64(theta) ** exponent.astype(np.float64)
+
+
+def _negative_powers_of_2(theta: float, head_dim: int) -> Array:
+    """2^(-(2j / head_dim) log2(theta)), exact but for the FP32 exponent."""
+    half = head_dim // 2
+    log2 = np.float32(math.log2(theta))
+    return np.exp2(-(np.arange(half, dtype=np.float32) / np.float32(half) * log2).astype(np.float64))
 
 
 def turn(x: Array, y: Array, cos: Array, sin: Array, rope: RopeRounding, rounded: Rounding) -> Array:

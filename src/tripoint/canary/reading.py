@@ -175,7 +175,7 @@ class _Reading:
                 self._settle(subject, questions)
         if "rope.angle" not in subjects:
             self.fields["rope.angle"] = "pos*inv"
-            self.notes.append("rope.angle was not asked: other orders of operations are defined for plain RoPE only")
+            self.notes.append("rope.angle was not asked: it takes plain RoPE, and frequencies that every power function gives alike")
         self._settle_carry([question for question in self.canary.questions if question.subject.startswith("carry.")])
 
     def _settle(self, subject: str, questions: Sequence[Question]) -> None:

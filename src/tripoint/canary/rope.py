@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from tripoint.canary import emulator
 from tripoint.canary.circuit import RSTD, UNIT, Circuit
-from tripoint.canary.emulator import Array, Rotary, Rounding, bf16, ulp
+from tripoint.canary.emulator import Array, Rounding, bf16, ulp
 from tripoint.canary.questions import CASTS, Answers, Candidate, Question, question
 from tripoint.schedule import Angle, QkNormRounding, RopeRounding
 
@@ -32,7 +32,11 @@ _PROPOSALS = 20000
 _LOUDEST = 2.0**36  # scale of the query: the smallest score asked about must overwhelm softmax
 _ENOUGH = 2.0**10
 _FILLS, _FILL_SCALE = 4, 16.0
-ANGLE_MARGIN = 7e-4  # ulps: 2.5e-6, as an error of the angle is no error of reduction order
+
+# Margins in ulps where the usual one leaves too few inputs; 2e-6 of a value is at most 5e-4 ulp.
+QK_MARGIN = 0.01  # with a QK-norm seven times as many candidates round
+EXACT_MARGIN = 1e-3  # in front of the rounding there is one multiplication
+ANGLE_MARGIN = 7e-4  # of tables
 _TABLES = [("bf16", "bf16"), ("bf16", "bf16_fma"), ("bf16", "fp32"), ("fp32", "fp32")]
 _QK_NORMS = [QkNormRounding(n, o, c) for n, o, c in product((True, False), (True, False), CASTS) if n or o or c == "rne"]
 
@@ -57,7 +61,7 @@ def rope(circuit: Circuit, rng: np.random.Generator) -> list[Question]:
         bench.question("query", bench.propose_lone_queries(), bench.propose_queries()),
         bench.question("key", bench.propose_keys()),
     ]
-    if bench.rotary.theta is not None and bench.longest == LONG:
+    if bench.angle_pairs:
         questions.append(bench.angle_question())
     return questions
 
@@ -72,6 +76,11 @@ class _Bench:
         self.pairs = sorted({*range(fast), self.half // 4, self.half // 2})
         self.longest = min(LONG, self.shape.max_positions - 2)
         self.rotary = self.shape.rotary
+        # The angle can be asked of plain RoPE only, and of pairs on whose frequency all agree; those without QK-norm weights.
+        self.angle_pairs: list[int] = []
+        if self.rotary.theta is not None and self.longest == LONG:
+            pairs = self.pairs[::2] if self.shape.qk_norm else self.pairs
+            self.angle_pairs = sorted(set(pairs) & set(self.rotary.clear_pairs()) - {0})
         # QK-norm weights that are no powers of two tell whether the product with them is rounded.
         self.weights = np.ones((2, 2, self.half))  # query or key, x or y, pair
         if self.shape.qk_norm:
@@ -82,7 +91,8 @@ class _Bench:
     def question(self, place: str, *proposed: Proposals) -> Question:
         """The question about the table, the products and the casts, whatever the angle's order of operations."""
         candidates = [candidate.without("rope.angle") for candidate in self._candidates(("pos*inv",))]
-        safe = [self._answers(proposals, candidates, emulator.ANGLE_NOISE, emulator.MARGIN) for proposals in proposed]
+        margin = QK_MARGIN if self.shape.qk_norm else emulator.MARGIN
+        safe = [self._answers(proposals, candidates, emulator.ANGLE_NOISE, margin) for proposals in proposed]
         proposals, expected = (np.concatenate(part) for part in zip(*safe, strict=True))
         return question(self.circuit, "rope", place, candidates, expected, self._maker(place, proposals))
 
@@ -203,9 +213,7 @@ class _Bench:
 
     def propose_angles(self) -> Proposals:
         """Late queries whose sign depends on the angle's order of operations: through FP32 tables, or through BF16 ones."""
-        unweighed = self.pairs[::2] if self.shape.qk_norm else self.pairs
-        pairs = [pair for pair in unweighed if pair and _power_is_clear(self.rotary, pair)]
-        drawn = self._alone(self._draw(10 * _PROPOSALS, pairs), 16, self.longest)
+        drawn = self._alone(self._draw(10 * _PROPOSALS, self.angle_pairs), 16, self.longest)
         tables = [self._tables(drawn, "at", form) for form in self.rotary.angle_forms]
         signs = np.sign([self._exact_score(drawn, form) for form in self.rotary.angle_forms])
         rounded = np.array([bf16(table) for table in tables])
@@ -232,12 +240,12 @@ class _Bench:
 
     # -- what the emulator says ---------------------------------------------------------------------------------------
 
-    def _tables(self, proposals: Proposals, place: str, form: str) -> Pair:
+    def _tables(self, proposals: Proposals, place: str, form: Angle) -> Pair:
         """cos and sin at the positions in the field `place`."""
         cos, sin = self.rotary.tables(form, self.longest)
         return cos[proposals[place], proposals["pair"]], sin[proposals[place], proposals["pair"]]
 
-    def _exact_score(self, proposals: Proposals, form: str = "pos*inv") -> Array:
+    def _exact_score(self, proposals: Proposals, form: Angle = "pos*inv") -> Array:
         """Rotated query times rotated key without any rounding but the tables' to FP32."""
         (qx, qy), (kx, ky) = (
             (proposals[x] * self._weight(proposals, side, 0), proposals[y] * self._weight(proposals, side, 1))
@@ -288,7 +296,7 @@ class _Bench:
                 for side, scale in zip(sides, scaled_sides, strict=True)
             ]
             same = np.sign(_product(scaled[0], scaled[1], in_kernel)) == np.sign(score)
-            rounded.require(np.where(same, in_kernel.margin, 0.0))
+            rounded.require(np.where(same & (in_kernel.margin > EXACT_MARGIN), np.inf, 0.0))
         return score
 
 
@@ -298,10 +306,3 @@ def _product(query: Sequence[Array], key: Sequence[Array], rounded: Rounding) ->
     rounded.require_sign(score, np.abs(first) + np.abs(second))
     return score
 
-
-def _power_is_clear(rotary: Rotary, pair: int) -> bool:
-    """Whether every sound FP32 power function gives this pair the same timescale."""
-    assert rotary.theta is not None
-    exact = float(rotary.theta) ** float(np.float32(2 * pair) / np.float32(rotary.head_dim))
-    fraction = exact / float(np.spacing(np.float32(exact))) % 1
-    return abs(fraction - 0.5) > 0.1

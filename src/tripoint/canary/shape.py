@@ -43,7 +43,7 @@ class CanaryShape:
     vocab: int = VOCABULARY
     act: str = "silu"
     eps: float = 1e-6
-    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 5e5})
+    rope: dict[str, Any] = field(default_factory=lambda: {"rope_type": "default", "rope_theta": 2e4})
     max_positions: int = 4096
     attention_bias: bool = False
     mlp_bias: bool = False

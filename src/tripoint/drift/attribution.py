@@ -221,8 +221,8 @@ def _bins(
 class LocalError:
     """What one decoder layer, given the same input, puts out under two schedules.
 
-    `changed`: share of output elements that differ. `ulps`: mean distance of those, in BF16 numbers. `relative`: root mean
-    square difference over root mean square output. `op` is the operation moved, None for all that differ.
+    `changed`: share of output elements that differ. `ulps`: median distance of those, in BF16 steps of the larger one's size.
+    `relative`: root mean square difference over root mean square output. `op` is the operation moved, None for all that differ.
     """
 
     layer: int
@@ -275,15 +275,16 @@ def _layer_outputs(calls: list[tuple[Any, torch.Tensor, dict[str, Any]]]) -> lis
 
 
 def _distance(layer: int, op: Op | None, before: torch.Tensor, after: torch.Tensor) -> LocalError:
-    changed = before != after
-    apart = (_order(before) - _order(after)).abs()
-    share = changed.float().mean().item()
-    difference = (before.float() - after.float()).pow(2).mean().sqrt() / before.float().pow(2).mean().sqrt()
-    ulps = (apart.sum() / changed.sum()).item() if share else 0.0
-    return LocalError(layer, op, share, ulps, difference.item())
-
-
-def _order(x: torch.Tensor) -> torch.Tensor:
-    """BF16 numbers as integers in their order, neighbours one apart."""
-    bits = x.view(torch.int16).int()
-    return torch.where(bits < 0, -(bits & 0x7FFF), bits)
+    before32, after32 = before.float(), after.float()
+    apart = (before32 - after32).abs()
+    changed = apart > 0
+    # The step between BF16 numbers of the larger one's size.
+    exponent = torch.frexp(torch.maximum(before32.abs(), after32.abs())).exponent
+    ulps = torch.ldexp(apart, 8 - exponent)[changed]
+    return LocalError(
+        layer,
+        op,
+        changed.float().mean().item(),
+        ulps.median().item() if len(ulps) else 0.0,
+        (apart.pow(2).mean().sqrt() / before32.pow(2).mean().sqrt()).item(),
+    )

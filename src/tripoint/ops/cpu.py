@@ -26,6 +26,7 @@ from tripoint.ops.backend import BackendError
 
 _SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 
+_FLAGS = ("-std=c++20", "-O3", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off")
 # By ATen's name for the instruction set: the one its kernels were chosen for is the one whose bits we want.
 _INSTRUCTIONS = {
     "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mavx2", "-mfma", "-mf16c"),
@@ -99,7 +100,8 @@ def _library() -> ctypes.CDLL:
     capability = torch.backends.cpu.get_cpu_capability()
     if capability not in _INSTRUCTIONS:
         raise BackendError(f"instruction set {capability} is not supported")
-    build = (torch.__version__, torch.__config__.show(), capability, *_INSTRUCTIONS[capability], _SOURCE.read_text())
+    flags = (*_FLAGS, f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}", *_INSTRUCTIONS[capability])
+    build = (torch.__version__, torch.__config__.show(), *flags, _SOURCE.read_text())
     key = hashlib.sha256("\0".join(build).encode()).hexdigest()[:16]
     path = cache_dir() / "kernels" / f"cpu-{key}.so"
     try:
@@ -107,25 +109,21 @@ def _library() -> ctypes.CDLL:
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
                 built = Path(scratch) / path.name
-                _compile(built, capability)
+                _compile(built, flags)
                 os.replace(built, path)
         return _open(path)
     except OSError as error:
         raise BackendError(str(error)) from error
 
 
-def _compile(path: Path, capability: str) -> None:
+def _compile(path: Path, flags: tuple[str, ...]) -> None:
     compiler = shutil.which(os.environ.get("CXX", "g++"))
     if compiler is None:
         raise BackendError("no C++ compiler: install g++, or name one in CXX")
     torch_dir = Path(torch.__file__).parent
-    command = [
-        *(compiler, "-std=c++20", "-O2", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off"),
-        *(f"-DCPU_CAPABILITY={capability}", f"-DCPU_CAPABILITY_{capability}", *_INSTRUCTIONS[capability]),
-        *(str(_SOURCE), "-o", str(path)),
-        *(f"-I{torch_dir / 'include'}", f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lc10"),
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    files = (f"-I{torch_dir / 'include'}", str(_SOURCE), "-o", str(path))
+    libraries = (f"-L{torch_dir / 'lib'}", "-ltorch_cpu", "-lc10")
+    done = subprocess.run((compiler, *flags, *files, *libraries), capture_output=True, text=True, check=False)
     if done.returncode != 0:
         errors = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()[-1:]
         raise BackendError(f"{Path(compiler).name} failed: {'; '.join(errors[:2])}")

@@ -82,7 +82,7 @@ class Stack(ABC):
     ) -> list[Rollout]:
         """One completion of at most `max_tokens` tokens for each prompt (token ids), in the prompts' order.
 
-        `temperature` shapes what is sampled (0: the most likely token), not the log-probabilities, which are always those of
+        `temperature` (0 to 2) shapes what is sampled (0: the most likely token), not the log-probabilities, which are always those of
         the raw distribution. For several completions of a prompt, repeat the prompt.
         """
 

@@ -86,6 +86,8 @@ class Engine:
     def load_weights(self, directory: str) -> None:
         """Replace the weights by those of the safetensors files in `directory`, each worker reading for itself."""
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": directory})
+        if self._llm.llm_engine.vllm_config.device_config.device_type == "cpu":
+            self._llm.apply_model(_repack_output_weights)
         self._llm.reset_prefix_cache()
 
     def _run(self, sequences: list[list[int]], parameters: list[Any]) -> list[Any]:
@@ -100,6 +102,12 @@ class Engine:
             if new:
                 self._connection.send(("progress", len(new)))
         return [finished[index] for index in range(len(sequences))]
+
+
+def _repack_output_weights(model: Any) -> None:
+    """On a CPU the output projection multiplies with a packed copy of its weights, which a reload forgets if they are tied."""
+    if model.config.tie_word_embeddings:
+        model.lm_head.quant_method.process_weights_after_loading(model.lm_head)
 
 
 def serve(connection: Connection) -> None:

@@ -1,0 +1,583 @@
+"""What a mismatch comes from when it is not rounding: a bisector over the settings in which two stacks can differ.
+
+Each suspect is put to the test by changing the trainer's own computation and scoring the engine's tokens again. The change
+under which the engine's log-probabilities fit best is kept and the search goes on from there, so that two causes at once are
+found one after the other. What is left and far above rounding noise is named by its shape. Nothing here needs the engine to
+be running: recorded rollouts are enough.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from tripoint.align import align
+from tripoint.drift.dither import Floats
+from tripoint.drift.estimate import student_tail
+from tripoint.drift.expectation import NoiseOnly
+from tripoint.errors import UsageError
+from tripoint.schedule import RoundingSchedule
+from tripoint.stacks import Rollout, Stack
+
+CERTAIN = 1e-6  # the probability of a fit by chance below which a cause is named
+MATERIAL = 0.03  # the share of the misfit that a cause has to remove
+FAR_ABOVE = 1.5  # times the k3 that noise alone hardly ever exceeds
+FEW = 0.02  # of the tokens
+MANY_STEPS = 8.0  # of the noise, from which on a token is wild
+MAX_CAUSES = 4
+MAX_TOKENS = 4096  # of the rollouts, in whole sequences
+BATCH_TOKENS = 4096
+ROWS = 256  # positions whose FP32 logits exist at a time
+
+TEMPERATURES = (0.3, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.5, 2.0)
+TOP_P = (0.5, 0.7, 0.8, 0.9, 0.95, 0.98, 0.99)
+TOP_K = (1, 2, 5, 8, 10, 20, 30, 40, 50, 64, 100, 200)
+THETAS = (1e4, 1e5, 5e5, 1e6)
+THETA_FACTORS = (0.01, 0.1, 0.5, 2.0, 10.0, 100.0)
+LINEAR_FACTORS = (2.0, 4.0, 8.0)
+LATTICE_SIGMAS = 8.0
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One cause: its evidence in words and numbers, the rms of d (nats) that it accounts for, and the setting to change."""
+
+    cause: str
+    evidence: str
+    nats: float
+    setting: str
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the JSON of `drift`."""
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Readout:
+    """How log-probabilities are made of logits: divided by `temperature`, then the `top_k` largest kept, or as many as hold
+    `top_p` of the mass. `late` is by how many tokens the recorded values lag behind the tokens."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    late: int = 0
+
+
+@dataclass(frozen=True)
+class Suspect:
+    """A change of what the trainer computes. Those of one `cause` exclude each other."""
+
+    cause: str
+    what: str
+    setting: str
+    change: Callable[[], AbstractContextManager[object]] | None = None
+    prompt: Callable[[tuple[int, ...]], tuple[int, ...]] | None = None
+
+
+class Evidence:
+    """The engine's log-probabilities next to what the trainer says of the same tokens."""
+
+    def __init__(self, model: Any, rollouts: Sequence[Rollout], noise: float) -> None:
+        """`model`: the trainer's, not aligned. `rollouts`: with the engine's log-probabilities. `noise`: rms of d, nats."""
+        self.model = model
+        self.rollouts = _first(rollouts)
+        self.engine = np.concatenate([np.asarray(r.logprobs, np.float64) for r in self.rollouts])
+        lengths = [len(r.completion_ids) for r in self.rollouts]
+        self.owners = np.repeat(np.arange(len(lengths)), lengths)
+        self.starts = np.cumsum([0, *lengths])[:-1]
+        self.targets = torch.tensor([token for r in self.rollouts for token in r.completion_ids])
+        self.noise = max(noise, 1e-3)
+
+    @torch.no_grad()
+    def logits(self, suspects: Sequence[Suspect]) -> torch.Tensor:
+        """(tokens, vocabulary) of every completion token under all of `suspects`, in the dtype the model gives."""
+        sequences = []
+        for rollout in self.rollouts:
+            prompt = rollout.prompt_ids
+            for suspect in suspects:
+                prompt = suspect.prompt(prompt) if suspect.prompt else prompt
+            sequences.append([*prompt, *rollout.completion_ids])
+        alike: dict[int, list[int]] = defaultdict(list)
+        for index, ids in enumerate(sequences):
+            alike[len(ids)].append(index)
+        found: dict[int, torch.Tensor] = {}
+        with ExitStack() as stack:
+            for suspect in suspects:
+                if suspect.change:
+                    stack.enter_context(suspect.change())
+            for length, indices in alike.items():
+                rows = max(1, BATCH_TOKENS // length)
+                for start in range(0, len(indices), rows):
+                    batch = indices[start : start + rows]
+                    ids = torch.tensor([sequences[i] for i in batch], device=self.model.device)
+                    out = self.model(input_ids=ids, use_cache=False).logits
+                    for row, index in enumerate(batch):
+                        count = len(self.rollouts[index].completion_ids)
+                        found[index] = out[row, length - count - 1 : length - 1].cpu()
+        return torch.cat([found[index] for index in range(len(sequences))])
+
+    def trainer(self, logits: torch.Tensor, readout: Readout) -> Floats:
+        """The trainer's log-probabilities as `readout` would record them: (tokens,), NaN where it would record none."""
+        parts = []
+        for chunk, targets in zip(logits.split(ROWS), self.targets.split(ROWS), strict=True):
+            logprobs = (chunk.float() / readout.temperature).log_softmax(-1)
+            values = logprobs.gather(-1, targets[:, None])[:, 0]
+            if readout.top_k or readout.top_p < 1:
+                values = values - _kept(logprobs, [readout])[:, 0]
+            parts.append(values.double())
+        return self.delayed(torch.cat(parts).numpy(), readout.late)
+
+    def misfit(self, d: Floats) -> Floats:
+        """(tokens,): grows like the square of d in the noise and like its logarithm beyond, so that no few tokens decide."""
+        return np.log1p((d / self.noise) ** 2 / 2)
+
+    def better(self, before: Floats, after: Floats) -> tuple[float, float]:
+        """The share of the misfit that vanishes, and the probability that so much would by chance (sequences apart)."""
+        gain = np.nan_to_num(before - after)
+        sums = np.add.reduceat(gain, self.starts)
+        error = sums.std(ddof=1) / math.sqrt(len(sums))
+        share = float(gain.sum() / max(np.nansum(before), 1e-300))
+        if error == 0:
+            return share, 0.0 if share > 0 else 1.0
+        return share, student_tail(float(sums.mean() / error), len(sums) - 1)
+
+    def delayed(self, values: Floats, late: int) -> Floats:
+        """`values` (tokens,) moved `late` places within each sequence, NaN where nothing moves in."""
+        if not late:
+            return values
+        out = np.full_like(values, np.nan)
+        rows = np.arange(len(values))
+        source = rows - late
+        inside = (source >= 0) & (source < len(values))
+        inside[inside] &= self.owners[source[inside]] == self.owners[rows[inside]]
+        out[inside] = values[source[inside]]
+        return out
+
+
+def find_causes(
+    model: Any, rollouts: Sequence[Rollout], expected: NoiseOnly, *, bos: int | None = None, sampled: bool = True
+) -> list[Finding]:
+    """Causes other than rounding for the difference between `model`, the trainer, and the engine's `rollouts`, largest first.
+
+    `model`: a transformers model, not aligned. `expected`: what rounding noise alone would show on these tokens. `bos`: the
+    id of the beginning-of-sequence token, None if there is none. `sampled`: whether the engine chose the tokens itself.
+    """
+    evidence = Evidence(model, rollouts, expected.rms)
+    chosen: list[Suspect] = []
+    readout = Readout()
+    logits = evidence.logits([])
+    d = evidence.trainer(logits, readout) - evidence.engine
+    findings = []
+    for _ in range(MAX_CAUSES):
+        best = None
+        for finding, suspects, candidate in _candidates(evidence, chosen, readout, logits, d, bos):
+            new_logits = evidence.logits(suspects) if suspects != chosen else logits
+            new_d = evidence.trainer(new_logits, candidate) - evidence.engine
+            share, chance = evidence.better(evidence.misfit(d), evidence.misfit(new_d))
+            if chance < CERTAIN and share > MATERIAL and (best is None or share > best[0]):
+                best = share, finding, suspects, candidate, new_logits, new_d
+        if best is None:
+            break
+        share, (cause, what, setting), chosen, readout, logits, new_d = best
+        both = ~np.isnan(d) & ~np.isnan(new_d)
+        was, now = (float(np.sqrt((x[both] ** 2).mean())) for x in (d, new_d))
+        evidence_text = f"{what}: rms d falls from {was:.3g} to {now:.3g} nats ({share:.0%} of the misfit)"
+        findings.append(Finding(cause, evidence_text, math.sqrt(max(was**2 - now**2, 0.0)), setting))
+        d = new_d
+    if sampled:
+        findings += _sampler(evidence, logits, readout)
+    residual = _residual(evidence, logits, d, expected)
+    findings += residual
+    if not residual:
+        findings += _precision(evidence, logits, readout)
+    return sorted(findings, key=lambda finding: -finding.nats)
+
+
+Named = tuple[str, str, str]
+"""Cause, what was found in words, and the setting to change."""
+
+
+def _first(rollouts: Sequence[Rollout]) -> list[Rollout]:
+    chosen: list[Rollout] = []
+    for rollout in rollouts:
+        chosen.append(rollout)
+        if sum(len(r.completion_ids) for r in chosen) >= MAX_TOKENS:
+            break
+    return chosen
+
+
+def _candidates(
+    evidence: Evidence, chosen: list[Suspect], readout: Readout, logits: torch.Tensor, d: Floats, bos: int | None
+) -> Iterator[tuple[Named, list[Suspect], Readout]]:
+    """One step further from what is assumed so far: what it would mean, and the assumptions with it."""
+    if readout.temperature == 1:
+        t = _best_temperature(evidence, logits, readout)
+        what = f"the engine's log-probabilities are those of temperature {t:.3g}"
+        setting = f"divide the trainer's logits by {t:.3g}, or have the engine return raw log-probabilities"
+        yield ("temperature", what, setting), chosen, replace(readout, temperature=t)
+    # Keeping fewer tokens makes the kept ones likelier: no use to look unless the engine's are.
+    if readout.top_p == 1 and not readout.top_k and float(np.nanmean(np.clip(d, -1, 1))) < 0:
+        found = _best_truncation(evidence, logits, readout)
+        which = f"top_k={found.top_k}" if found.top_k else f"top_p={found.top_p:g}"
+        what = f"the engine's log-probabilities are renormalised over {which}"
+        setting = f"sample without {which}, or have the engine return raw log-probabilities"
+        yield ("truncation", what, setting), chosen, found
+    if not readout.late:
+        for late in (-1, 1):
+            what = f"the engine's log-probability of a token stands one place too {'late' if late > 0 else 'early'}"
+            yield ("shifted", what, "line up token ids and log-probabilities"), chosen, replace(readout, late=late)
+    for suspect in _suspects(evidence, bos):
+        if suspect.cause not in {other.cause for other in chosen}:
+            yield (suspect.cause, suspect.what, suspect.setting), [*chosen, suspect], readout
+
+
+def _best_temperature(evidence: Evidence, logits: torch.Tensor, readout: Readout) -> float:
+    def misfit(t: float) -> float:
+        d = evidence.trainer(logits, replace(readout, temperature=t)) - evidence.engine
+        return float(np.nanmean(evidence.misfit(d)))
+
+    return _minimum(misfit, TEMPERATURES)
+
+
+def _minimum(function: Callable[[float], float], grid: Sequence[float]) -> float:
+    """Where `function` is least, to about 0.1 %: the best point of the grid, then golden sections between its neighbours."""
+    values = [function(x) for x in grid]
+    best = int(np.argmin(values))
+    low, high = grid[max(best - 1, 0)], grid[min(best + 1, len(grid) - 1)]
+    golden = (math.sqrt(5) - 1) / 2
+    while high - low > 2e-3 * low:
+        left, right = high - golden * (high - low), low + golden * (high - low)
+        low, high = (low, right) if function(left) < function(right) else (left, high)
+    return (low + high) / 2
+
+
+def _best_truncation(evidence: Evidence, logits: torch.Tensor, readout: Readout) -> Readout:
+    options = [*(replace(readout, top_p=p) for p in TOP_P), *(replace(readout, top_k=k) for k in TOP_K)]
+    plain = evidence.trainer(logits, replace(readout, late=0))
+    kept = torch.cat([_kept((c.float() / readout.temperature).log_softmax(-1), options) for c in logits.split(ROWS)])
+    misfits = [
+        float(np.nanmean(evidence.misfit(evidence.delayed(plain - mass, readout.late) - evidence.engine)))
+        for mass in kept.double().numpy().T
+    ]
+    return options[int(np.argmin(misfits))]
+
+
+def _kept(logprobs: torch.Tensor, readouts: Sequence[Readout]) -> torch.Tensor:
+    """Log of the mass that top-k or top-p keeps in each row: (rows, readouts)."""
+    ordered = logprobs.exp().sort(-1, descending=True).values.cumsum(-1)
+    columns = []
+    for readout in readouts:
+        if readout.top_k:
+            last = torch.full((len(ordered), 1), readout.top_k - 1)
+        else:
+            last = (ordered < readout.top_p).sum(-1, keepdim=True)
+        columns.append(ordered.gather(-1, last.clamp(max=ordered.shape[-1] - 1))[:, 0].log())
+    return torch.stack(columns, 1)
+
+
+# -- changes of the trainer -------------------------------------------------------------------------------------------
+
+
+def _suspects(evidence: Evidence, bos: int | None) -> Iterator[Suspect]:
+    yield from _bos(evidence, bos)
+    yield from _rope(evidence)
+    yield from _window(evidence)
+    yield from _adapters(evidence)
+
+
+def _bos(evidence: Evidence, bos: int | None) -> Iterator[Suspect]:
+    if bos is None:
+        return
+    begins = [r.prompt_ids[0] == bos for r in evidence.rollouts]
+    if all(begins) and all(len(r.prompt_ids) > 1 for r in evidence.rollouts):
+        what = f"the engine's prompts lack the BOS token {bos} that the trainer's begin with"
+        yield Suspect("bos", what, "add the BOS token in the engine, or drop the trainer's", prompt=lambda ids: ids[1:])
+    what = f"the engine's prompts begin with a BOS token {bos} that the trainer's lack"
+    yield Suspect("bos", what, "drop the engine's BOS token, or add it in the trainer", prompt=lambda ids: (bos, *ids))
+
+
+def _rope(evidence: Evidence) -> Iterator[Suspect]:
+    decoder = evidence.model.get_decoder()
+    own = dict(decoder.config.rope_parameters)
+    theta, kind = float(own["rope_theta"]), own.get("rope_type", "default")
+    others: dict[str, dict[str, Any]] = {}
+    for value in sorted({*THETAS, *(factor * theta for factor in THETA_FACTORS)} - {theta}):
+        others[f"rope_theta={value:g}"] = own | {"rope_theta": value}
+    if kind != "default":
+        others["no RoPE scaling"] = {"rope_type": "default", "rope_theta": theta}
+    for factor in LINEAR_FACTORS:
+        if kind == "default" or (kind == "linear" and own.get("factor") != factor):
+            linear = {"rope_type": "linear", "rope_theta": theta, "factor": factor}
+            others[f"linear RoPE scaling by {factor:g}"] = linear
+    for name, parameters in others.items():
+        yield Suspect(
+            "rope",
+            f"the engine computes with {name}, the trainer with rope_theta={theta:g}, rope_type={kind}",
+            "give both the same rope_parameters",
+            change=_swapping_rope(decoder, parameters),
+        )
+
+
+def _swapping_rope(decoder: Any, parameters: dict[str, Any]) -> Callable[[], AbstractContextManager[object]]:
+    @contextmanager
+    def change() -> Iterator[None]:
+        own = decoder.rotary_emb
+        config = copy.deepcopy(decoder.config)
+        config.rope_parameters = parameters
+        decoder.rotary_emb = type(own)(config).to(own.inv_freq.device)
+        try:
+            yield
+        finally:
+            decoder.rotary_emb = own
+
+    return change
+
+
+def _window(evidence: Evidence) -> Iterator[Suspect]:
+    config = evidence.model.get_decoder().config
+    window = getattr(config, "sliding_window", None)
+    longest = max(len(r.prompt_ids) + len(r.completion_ids) for r in evidence.rollouts)
+    if window is None or longest <= window:
+        return
+
+    @contextmanager
+    def change() -> Iterator[None]:
+        layers = getattr(config, "layer_types", None)
+        # Either a list of kinds of layers decides, or the number alone.
+        altered = {"layer_types": ["full_attention"] * len(layers)} if layers else {"sliding_window": None}
+        saved = {name: getattr(config, name) for name in altered}
+        for name, value in altered.items():
+            setattr(config, name, value)
+        try:
+            yield
+        finally:
+            for name, value in saved.items():
+                setattr(config, name, value)
+
+    what = f"the engine attends to all tokens, the trainer to the last {window}"
+    yield Suspect("sliding_window", what, "switch the sliding window on in the engine", change=change)
+
+
+def _adapters(evidence: Evidence) -> Iterator[Suspect]:
+    """Adapters of peft, recognised by what they can do, so that peft need not be installed."""
+    layers = [
+        m
+        for m in evidence.model.modules()
+        if hasattr(m, "enable_adapters") and hasattr(m, "merge") and hasattr(m, "base_layer")
+    ]
+    if not layers:
+        return
+
+    @contextmanager
+    def off() -> Iterator[None]:
+        for layer in layers:
+            layer.enable_adapters(False)
+        try:
+            yield
+        finally:
+            for layer in layers:
+                layer.enable_adapters(True)
+
+    @contextmanager
+    def merged() -> Iterator[None]:
+        saved = [layer.base_layer.weight.detach().clone() for layer in layers]
+        for layer in layers:
+            layer.merge()
+        try:
+            yield
+        finally:
+            for layer, weight in zip(layers, saved, strict=True):
+                layer.unmerge()
+                # Merging rounds, and unmerging rounds again.
+                layer.base_layer.weight.data.copy_(weight)
+
+    what = "the engine computes without the LoRA adapter"
+    yield Suspect("lora", what, "load the adapter into the engine, or merge it into the weights it is given", change=off)
+    if not any(layer.merged for layer in layers):
+        what = "the engine holds the LoRA adapter merged into its weights, the trainer beside them"
+        yield Suspect("lora", what, "merge it on both sides or on neither", change=merged)
+
+
+# -- how the tokens were chosen ---------------------------------------------------------------------------------------
+
+
+def _sampler(evidence: Evidence, logits: torch.Tensor, readout: Readout) -> list[Finding]:
+    """Whether the tokens were drawn from the distribution whose log-probabilities are recorded.
+
+    Likelihoods of the tokens under other ways to draw them, against drawing from that distribution. If no token ever falls
+    outside a nucleus, each one makes a draw from inside it likelier by one over its mass.
+    """
+    findings = []
+    temperature = readout.temperature
+    for _ in range(2):
+        plain = evidence.trainer(logits, Readout(temperature))
+        offers = []
+        if not any(finding.cause == "sampling_temperature" for finding in findings):
+            t = _minimum(lambda t: -float(evidence.trainer(logits, Readout(t)).sum()), (0.05, 0.2, *TEMPERATURES))
+            gain = evidence.trainer(logits, Readout(t)) - plain
+            offers.append((float(gain.sum()), "sampling_temperature", f"temperature {t:.3g}", t))
+        if readout.top_p == 1 and not readout.top_k and not any(f.cause == "sampling_truncation" for f in findings):
+            above, rank = _above(evidence, logits, temperature)
+            for text, truncated in (
+                (f"top_p={above.max():.3g}", Readout(temperature, top_p=float(above.max()))),
+                (f"top_k={rank.max() + 1}", Readout(temperature, top_k=int(rank.max()) + 1)),
+            ):
+                gain = evidence.trainer(logits, truncated) - plain
+                offers.append((float(gain.sum()), "sampling_truncation", text, temperature))
+        if not offers:
+            break
+        likelier, cause, text, next_temperature = max(offers)
+        if likelier < -math.log(CERTAIN) or (
+            cause == "sampling_temperature" and abs(next_temperature / temperature - 1) < 0.03
+        ):
+            break
+        temperature = next_temperature
+        evidence_text = (
+            f"the tokens are e^{likelier:.0f} times as likely to have been drawn with {text} as from the distribution whose "
+            "log-probabilities are recorded"
+        )
+        findings.append(
+            Finding(
+                cause,
+                evidence_text,
+                likelier / len(evidence.engine),
+                f"sample without it, or record and train on the log-probabilities of {text}",
+            )
+        )
+    return findings
+
+
+def _above(evidence: Evidence, logits: torch.Tensor, temperature: float) -> tuple[Floats, NDArray[np.int64]]:
+    """For each token the mass and the number of the tokens likelier than it."""
+    masses, ranks = [], []
+    for chunk, targets in zip(logits.split(ROWS), evidence.targets.split(ROWS), strict=True):
+        scaled = chunk.float() / temperature
+        likelier = scaled > scaled.gather(-1, targets[:, None])
+        masses.append((scaled.softmax(-1) * likelier).sum(-1).double())
+        ranks.append(likelier.sum(-1))
+    return torch.cat(masses).numpy(), torch.cat(ranks).numpy()
+
+
+# -- what is left -----------------------------------------------------------------------------------------------------
+
+
+def _residual(evidence: Evidence, logits: torch.Tensor, d: Floats, expected: NoiseOnly) -> list[Finding]:
+    """Name what is far above noise and was put down to no setting by its shape."""
+    counted = ~np.isnan(d)
+    k3 = float((np.expm1(d[counted]) - d[counted]).mean())
+    limit = FAR_ABOVE * expected.k3_limit
+    if k3 <= limit:
+        return []
+    times = f"k3 is {k3:.3g}, {k3 / expected.k3:.3g} times what rounding noise gives"
+    rms = float(np.sqrt((d[counted] ** 2).mean()))
+    size = np.where(counted, np.abs(d), 0.0)
+    wild = size > MANY_STEPS * evidence.noise
+    rest = counted & ~wild
+    calm = float((np.expm1(d[rest]) - d[rest]).mean()) if rest.any() else math.inf
+    if 3 <= wild.sum() <= FEW * counted.sum() and calm <= limit:
+        ids, counts = np.unique(evidence.targets.numpy()[wild], return_counts=True)
+        common = ids[counts.argmax()]
+        who = f", {counts.max()} of them token id {common}" if counts.max() > wild.sum() / 2 else ""
+        text = (
+            f"{wild.sum()} of {counted.sum()} tokens differ by up to {size.max():.3g} nats{who}; without them k3 is {calm:.3g}"
+        )
+        return [Finding("wild_tokens", text, rms, "look at these tokens: stop tokens, masks, tool output, token ids")]
+    # How likely the same tokens look to the trainer where they do not belong.
+    shuffled = np.random.default_rng(0).permutation(len(d))
+    elsewhere = copy.copy(evidence)
+    elsewhere.targets = evidence.targets[torch.from_numpy(shuffled)]
+    baseline = float(elsewhere.trainer(logits, Readout()).mean())
+    trainer, engine = float(evidence.trainer(logits, Readout()).mean()), float(evidence.engine.mean())
+    if trainer - baseline < 0.2 * (engine - baseline):
+        text = (
+            f"the engine's tokens have a mean log-probability of {engine:.3g} in the engine and {trainer:.3g} in the trainer, "
+            f"where tokens in the wrong places have {baseline:.3g}: to the trainer they are noise"
+        )
+        return [Finding("tokenizer", text, rms, "use one tokenizer and one model on both sides, and compare token ids")]
+    correlation = float(np.corrcoef((d + evidence.engine)[counted], evidence.engine[counted])[0, 1])
+    text = f"{times}, spread over {np.mean(size[counted] > evidence.noise):.0%} of the tokens (correlation {correlation:.3f})"
+    return [Finding("weights", text, rms, "the engine computes with other weights: check the checkpoint and the weight sync")]
+
+
+def _precision(evidence: Evidence, logits: torch.Tensor, readout: Readout) -> list[Finding]:
+    """Whether logits or log-probabilities went through BF16 on one side only."""
+    nonzero = evidence.engine[evidence.engine != 0]
+    coarse = torch.from_numpy(nonzero).to(torch.bfloat16).double().numpy() == nonzero
+    if len(nonzero) >= 50 and coarse.mean() > 0.99:
+        step = float(np.sqrt(np.mean((2.0 ** np.floor(np.log2(np.abs(nonzero))) * 2.0**-7) ** 2) / 12))
+        text = f"{coarse.mean():.0%} of the engine's log-probabilities are BF16 numbers: each was rounded after the softmax"
+        return [Finding("logprobs_bf16", text, step, "record log-probabilities in FP32")]
+    found = _lattice(evidence, logits, readout)
+    if found is None:
+        return []
+    on_lattice, sigmas, step = found
+    trainer_rounds = logits.dtype == torch.bfloat16 or bool(torch.equal(logits, logits.bfloat16().to(logits.dtype)))
+    engine_rounds = on_lattice > 0.5
+    if trainer_rounds == engine_rounds:
+        return []
+    which = (
+        "the engine's logits are BF16 numbers, the trainer's are not",
+        "the trainer's logits are BF16 numbers, the engine's are not",
+    )
+    text = f"{which[trainer_rounds]} (share on the BF16 grid {on_lattice:.2f}, told apart by {sigmas:.0f} standard errors)"
+    return [Finding("logits_precision", text, step, "compute the lm_head in the same precision on both sides")]
+
+
+def _lattice(evidence: Evidence, logits: torch.Tensor, readout: Readout) -> tuple[float, float, float] | None:
+    """How far the engine's logits lie on the grid of BF16 numbers: 1 wholly, 0 not at all; by how many standard errors the
+    two would differ; and the rms of such a rounding. None where they cannot be told apart.
+
+    A logit is the log-probability plus the trainer's own log normaliser, which is the engine's up to its noise; that noise is
+    taken from the trainer under an odd schedule.
+    """
+    if readout != Readout():
+        return None
+    normaliser, own = _normaliser(evidence, logits)
+    try:
+        record = align(evidence.model, to=RoundingSchedule.parse("R4 S3 N3 carry=fp32"))
+    except UsageError:
+        return None
+    try:
+        other, _ = _normaliser(evidence, evidence.logits([]))
+    finally:
+        record.undo()
+    logit = evidence.engine + normaliser
+    step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(own), 1e-6))) - 7)
+    blur = float(np.median(np.abs(other - normaliser)) / 0.6745)
+    expected = np.exp(-2 * (np.pi * blur / step) ** 2)
+    weight = float((expected**2).sum())
+    if weight == 0 or (sigmas := weight / math.sqrt(weight / 2)) < LATTICE_SIGMAS:
+        return None
+    on_lattice = float((expected * np.cos(2 * np.pi * logit / step)).sum()) / weight
+    return on_lattice, sigmas, float(np.sqrt((step**2).mean() / 12))
+
+
+def _normaliser(evidence: Evidence, logits: torch.Tensor) -> tuple[Floats, Floats]:
+    """Log of the sum of exponentials at each token, and the token's logit."""
+    chunks = zip(logits.split(ROWS), evidence.targets.split(ROWS), strict=True)
+    parts = [(c.float().logsumexp(-1).double(), c.gather(-1, t[:, None])[:, 0].double()) for c, t in chunks]
+    sums, own = zip(*parts, strict=True)
+    return torch.cat(sums).numpy(), torch.cat(own).numpy()
+
+
+def prefill_against_decode(engine: Stack, rollouts: Sequence[Rollout], expected: NoiseOnly) -> list[Finding]:
+    """Whether the engine, scoring its own completions as prompts, says what it said when it sampled them, up to noise."""
+    rollouts = _first(rollouts)
+    rescored = np.concatenate([np.asarray(row, np.float64) for row in engine.score(rollouts)])
+    d = rescored - np.concatenate([np.asarray(r.logprobs, np.float64) for r in rollouts])
+    k3 = float((np.expm1(d) - d).mean())
+    if k3 <= FAR_ABOVE * expected.k3_limit:
+        return []
+    text = f"scoring its own completions again, the engine has k3 = {k3:.3g} against itself; rounding noise gives {expected.k3:.3g}"
+    rms = float(np.sqrt((d**2).mean()))
+    setting = "compare the engine's attention backends, KV cache precision and chunked prefill"
+    return [Finding("prefill_decode", text, rms, setting)]
