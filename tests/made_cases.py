@@ -20,6 +20,7 @@ from tripoint import align
 from tripoint.stacks import Rollout
 
 VOCABULARY, SEQUENCES, PROMPT, COMPLETION, WINDOW, BOS = 200, 32, 6, 48, 24, 0
+LIFT = 40.0
 ENGINE = "R3 S3 N3"
 
 
@@ -44,10 +45,12 @@ class Engine:
 
 
 def trainer_model(seed: int) -> Any:
-    """A tiny random Mistral with a sliding window, BF16."""
-    settings = {"vocab_size": VOCABULARY, "sliding_window": WINDOW, "max_position_embeddings": 256, "num_hidden_layers": 3}
-    # `config` fixes the vocabulary, so it is set afterwards.
-    made = config("mistral", **{k: v for k, v in settings.items() if k != "vocab_size"}, tie_word_embeddings=False)
+    """A tiny random Mistral with a sliding window, BF16.
+
+    Its first channel is a constant that no layer reads or writes and that lifts all logits to about 20, as the logits of
+    real models are: rounding them to BF16 then matters.
+    """
+    made = config("mistral", sliding_window=WINDOW, max_position_embeddings=256, tie_word_embeddings=False)
     made.vocab_size = VOCABULARY
     model = AutoModelForCausalLM.from_config(made, attn_implementation="sdpa", dtype=torch.bfloat16)
     generator = torch.Generator().manual_seed(seed)
@@ -55,6 +58,14 @@ def trainer_model(seed: int) -> Any:
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
             parameter.copy_(1 + 0.2 * values if "norm" in name else 0.2 * values)
+            if "o_proj" in name or "down_proj" in name:
+                parameter[0] = 0
+            elif "_proj" in name:
+                parameter[:, 0] = 0
+            elif "embed" in name:
+                parameter[:, 0] = 1.0
+            elif "lm_head" in name:
+                parameter[:, 0] = LIFT
     return model.eval()
 
 

@@ -229,6 +229,9 @@ def test_gated_act_equals_the_oracle(
 ) -> None:
     gate = where_defined(data.draw(tensors((2, rows, width), dtype, scale=8.0)), act)
     up = data.draw(tensors((2, rows, width), dtype))
+    if act != "silu":
+        # Zero times infinity is NaN, and where a GELU underflows to zero is left to FP32.
+        up = torch.where(up.isinf(), torch.ones_like(up), up)
     actual = ops.gated_act(gate, up, act, *SWIGLU[code], cast)
     assert_gated(actual, gate, up, act, code, cast)
     assert actual.stride() == torch.empty_like(gate).stride()

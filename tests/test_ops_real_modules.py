@@ -85,7 +85,7 @@ def rms_norm(x: Tensor, residual: Tensor | None, weight: Tensor, code: str, carr
 
 @dtypes
 @architectures
-@pytest.mark.parametrize("shape", [(2, 5, 64), (3, 1, 33), (2, 7, 4, 32), (2, 300, 1024)], ids=str)
+@pytest.mark.parametrize("shape", [(2, 5, 64), (2, 7, 4, 32), (2, 700, 576)], ids=str)
 def test_rms_norm_is_n1(architecture: str, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     norm = norm_module(architecture, random(shape[-1:], dtype))
 

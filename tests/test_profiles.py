@@ -81,6 +81,7 @@ def test_documented_schedules() -> None:
     assert schedule("vllm@0.32/cuda/tp8") == "R3 S3 N2"
     assert schedule("vllm@0.32.1/cuda/eager") == "R3 S1 N2 qk=out"
     assert schedule("vllm@0.19.1/cuda/eager") == "R1 S1 N1 qk=both"
+    assert schedule("vllm@0.32/cpu") == "R3 S3 N3 carry=fp32 qk=none"
     assert schedule("vllm@0.32/cpu/eager") == "R3 S1 N4 qk=both"
     assert schedule("hf@5.19/cuda") == "R1 S1 N1 qk=both"
     assert schedule("hf@5.19/cpu/autocast") == "R4 S1 N3 carry=fp32 qk=norm"

@@ -100,7 +100,7 @@ def test_names_round_trip(name: str) -> None:
         ("vlm", "did you mean `vllm`"),
         ("hf:compiled", "did you mean `hf:compile`"),
         ("rollout:x", "did you mean `rollouts`"),
-        ("nonsense", "There are hf, hf:compile, hf:autocast, vllm, vllm:eager, emulated:TARGET, rollouts:FILE"),
+        ("nonsense", "There are hf, hf:compile, hf:autocast, vllm, vllm:eager, "),
         ("emulated", "needs a schedule"),
         ("rollouts:", "needs a file"),
     ],

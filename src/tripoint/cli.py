@@ -20,7 +20,9 @@ from tripoint.errors import MeasurementError, UsageError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from tripoint.canary import Fingerprint
     from tripoint.drift import Drift
+    from tripoint.profiles import Target
 
 QUICK_TOKENS = 2000
 PLAIN_WIDTH = 100  # columns of text that goes to a file or a pipe
@@ -35,7 +37,7 @@ app = typer.Typer(
 # The common base of everything that typer raises about a command line; it has no public name of its own there.
 CommandLineError: type[Exception] = typer.BadParameter.__mro__[1]
 
-STACKS = "hf, hf:compile, hf:autocast, vllm, vllm:eager, emulated:TARGET"
+STACKS = "hf, hf:compile, hf:autocast, vllm, vllm:eager, mlx, http://HOST:PORT, emulated:TARGET"
 
 Model = Annotated[str, typer.Argument(help="A directory, a hub id, or `smollm2`, which needs no hub.")]
 Engine = Annotated[str, typer.Option(metavar="STACK", help=f"What samples: {STACKS}, or rollouts:FILE.")]
@@ -50,7 +52,24 @@ Tokens = Annotated[
 ]
 Quick = Annotated[bool, typer.Option("--quick", help=f"The same as --tokens {QUICK_TOKENS}.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-Side = Annotated[str, typer.Argument(metavar="TARGET", help="A code line, a profile or a .toml file.")]
+Side = Annotated[
+    str,
+    typer.Argument(
+        metavar="STACK_OR_TARGET",
+        help="A STACK, which is measured, or a code line, a .toml file, or a profile with its version as in vllm@0.32/cuda.",
+    ),
+]
+Asked = Annotated[str, typer.Argument(metavar="STACK", help=f"What is asked: {STACKS}.")]
+Like = Annotated[
+    str | None, typer.Option(metavar="MODEL", help="Ask in the shapes of this model: heads, sizes, rope, QK-norm, biases.")
+]
+FullShape = Annotated[
+    bool, typer.Option("--full-shape", help="With --like: its depth, MLP and vocabulary too. The checkpoint is as large.")
+]
+InPlace = Annotated[
+    bool,
+    typer.Option("--in-place", help="With --like: start the stack on the model, lend it canary weights, put its own back."),
+]
 
 
 def _print_version(asked: bool) -> None:
@@ -114,18 +133,126 @@ def diagnose(
 
 
 @app.command()
+def fingerprint(
+    stack: Asked,
+    like: Like = None,
+    full_shape: FullShape = False,
+    in_place: InPlace = False,
+    save: Annotated[
+        Path | None, typer.Option(metavar="F.toml", help="Save it, as a target of `align` and for `check`.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Ask a stack where it rounds. Exits with 3 if a field could not be determined."""
+    from tripoint.report.fingerprint import render_fingerprint
+
+    found = _fingerprint(stack, like, full_shape, in_place)
+    if save is not None:
+        _write(save, found.to_toml())
+    if as_json:
+        print(json.dumps(found.to_dict(), indent=2))
+    else:
+        _show(render_fingerprint(found))
+    raise typer.Exit(3 if found.schedule is None else 0)
+
+
+@app.command()
+def check(
+    saved: Annotated[Path, typer.Argument(metavar="F.toml", help="What `fingerprint --save` wrote.")],
+    engine: Annotated[str, typer.Option(metavar="STACK", help=f"What is asked: {STACKS}.")],
+    like: Like = None,
+    full_shape: FullShape = False,
+    in_place: InPlace = False,
+    as_json: AsJson = False,
+) -> None:
+    """Ask an engine whether it still rounds as it did. Exits with 1 if a field changed."""
+    from tripoint.canary import Fingerprint
+    from tripoint.report.fingerprint import changes, check_dict, render_check
+
+    before = Fingerprint.from_toml(saved)
+    now = _fingerprint(engine, like, full_shape, in_place)
+    changed = changes(before, now)
+    if as_json:
+        print(json.dumps(check_dict(before, now, changed), indent=2))
+    else:
+        _show(render_check(before, now, changed))
+    raise typer.Exit(1 if changed else 0)
+
+
+@app.command()
 def diff(left: Side, right: Side, as_json: AsJson = False) -> None:
-    """Compare two schedules field by field. Exits with 1 if they differ."""
-    from tripoint.profiles import resolve_target
+    """Compare two stacks or schedules field by field. Exits with 1 if they differ."""
     from tripoint.report.schedules import diff_dict, render_diff
 
-    targets = resolve_target(left), resolve_target(right)
+    targets = _measured_or_named(left), _measured_or_named(right)
     found = diff_dict(*targets)
     if as_json:
         print(json.dumps(found, indent=2))
     else:
         _show(render_diff(*targets))
     raise typer.Exit(1 if found["distance"] else 0)
+
+
+def _measured_or_named(side: str) -> Target:
+    """A target as it is, a stack by its fingerprint."""
+    from tripoint.profiles import Target, resolve_target
+    from tripoint.stacks import is_stack
+
+    if not is_stack(side):
+        return resolve_target(side)
+    found = _fingerprint(side, None, False, False)
+    if found.schedule is None:
+        raise MeasurementError(f"stack `{side}`: no known schedule; {'; '.join(found.findings) or 'see tripoint fingerprint'}")
+    return Target(found.schedule, side, f"measured now, {found.seconds:.1f} s")
+
+
+def _fingerprint(stack: str, like: str | None, full_shape: bool, in_place: bool) -> Fingerprint:
+    """Ask `stack`, saying on stderr what is being waited for."""
+    from tripoint.canary import CanaryShape, build, fingerprint_in_place, fingerprint_stack
+    from tripoint.models import resolve_model
+    from tripoint.stacks import Stack, open_stack, parse_stack
+
+    name = parse_stack(stack)
+    if name.kind == "rollouts":
+        raise UsageError(f"stack `{stack}` is a recording and answers nothing: fingerprint the engine that wrote it")
+    if like is None and (full_shape or in_place):
+        raise UsageError(f"{'--full-shape' if full_shape else '--in-place'} needs --like MODEL, the model whose shape is meant")
+    model = None if like is None else resolve_model(like)
+    if in_place:
+        if name.kind == "http":
+            raise UsageError(
+                f"the weights of {stack} cannot be replaced over HTTP: leave out --in-place, and restart it when asked"
+            )
+        assert model is not None
+        with open_stack(stack, model) as running:
+            return fingerprint_in_place(running, model)
+    shape = CanaryShape() if model is None else CanaryShape.like(model, full_shape)
+    _say(f"canary checkpoint of {build(shape).size / 1e6:,.0f} MB")
+
+    def open_on(directory: Path) -> Stack:
+        if name.kind == "http":
+            from tripoint.stacks.http import wait_for
+
+            _say(
+                f"Start your server on it, with your own options and no prefix caching, for example\n"
+                f"    vllm serve {directory} --dtype bfloat16 --no-enable-prefix-caching\n"
+                f"Waiting for {stack} to serve {directory.name} (Ctrl-C to give up) ..."
+            )
+            wait_for(name.detail, directory)
+        return open_stack(stack, directory)
+
+    return fingerprint_stack(open_on, shape)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _compare(model: str, engine: str, trainer: str, to: str | None, tokens: int | None, quick: bool) -> Drift:

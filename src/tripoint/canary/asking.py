@@ -6,7 +6,7 @@ import platform
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -50,7 +50,11 @@ def fingerprint(load: Callable[[str], Any], shape: CanaryShape = CanaryShape(), 
             alone=[_greedy(model, [prompt.tokens])[0] for prompt in canary.decode_prompts],
         )
     found = read(canary, observed, "trainer")
-    conditions = {"layers": shape.layers, "batch": "prompts of equal length, and one at a time", "grad": torch.is_grad_enabled()}
+    conditions = {
+        "layers": shape.layers,
+        "batch": "prompts of equal length, and one at a time",
+        "grad": torch.is_grad_enabled(),
+    }
     return _finished(found, canary, conditions, {"torch": str(torch.__version__)}, started)
 
 

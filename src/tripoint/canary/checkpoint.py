@@ -77,7 +77,7 @@ class Canary:
         words = {self.circuit.words.get(i, f"unused{i}"): i for i in range(self.shape.vocab)}
         tokenizer = Tokenizer(models.WordLevel(words, unk_token=self.circuit.words[self.circuit.pad]))
         tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(directory)  # type: ignore[no-untyped-call]
 
 
 def build(shape: CanaryShape = CanaryShape(), seed: int = 0) -> Canary:  # noqa: B008 (immutable)
@@ -98,7 +98,8 @@ def build(shape: CanaryShape = CanaryShape(), seed: int = 0) -> Canary:  # noqa:
     left = MOST_PROMPTS - sum(len(question.prompts) for question in questions)
     # Two prompts tell one add's candidates apart, once.
     times = max(1, left // (2 * adds))
-    questions += [carry(circuit, rng, add, min(times, 3)) for add in range(adds)]
+    for add in range(adds):
+        questions.append(carry(circuit, rng, add, min(times, 3), in_decode=add // 2 in (0, probed[-1])))
     return Canary(shape, seed, tuple(questions), circuit)
 
 

@@ -17,7 +17,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-import numpy as np
 import torch
 
 from tripoint.canary.emulator import bf16

@@ -9,6 +9,7 @@ from tripoint.canary.emulator import bf16, ulp
 from tripoint.canary.questions import Candidate, Prompt, Question, carry_source
 from tripoint.canary.rope import VALUE, layers_asked
 
+
 def controls(circuit: Circuit, rng: np.random.Generator) -> list[Question]:
     """Prompts that every schedule answers alike: copies through each kind of sub-block, and how many tokens are seen."""
     last = circuit.shape.layers - 1
@@ -28,5 +29,3 @@ def controls(circuit: Circuit, rng: np.random.Generator) -> list[Question]:
         counts.append(Prompt((circuit.pad,) * (length - 1) + (token,), (0,)))
     every = (Candidate((), {}),)
     return [Question("control", "copies", every, tuple(copies)), Question("control", "count", every, tuple(counts))]
-
-

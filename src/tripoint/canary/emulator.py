@@ -77,7 +77,7 @@ class Rounding:
 
 @dataclass(frozen=True)
 class Rotary:
-    """The FP32 frequencies (radians per position) of each rotary pair; `theta` only for plain RoPE, `scaling` of cos and sin."""
+    """Frequencies of the rotary pairs in radians per position, FP32; `scaling` of cos and sin; `theta` of plain RoPE only."""
 
     head_dim: int
     theta: float | None
@@ -107,7 +107,7 @@ class Rotary:
         cos, sin = (f(angles).astype(np.float32) * scaling for f in (np.cos, np.sin))
         return cos.astype(np.float64), sin.astype(np.float64)
 
-    def _angles(self, form: Angle, position: NDArray[np.float32]) -> NDArray[np.float32]:
+    def _angles(self, form: Angle, position: NDArray[np.float32]) -> NDArray[Any]:
         if form == "pos*inv":
             return position * np.array(self.inv_freq, dtype=np.float32)
         assert self.theta is not None
@@ -115,11 +115,11 @@ class Rotary:
             return position / _powers(self.theta, self.head_dim).astype(np.float32)
         if form == "exp2":
             return position * _negative_powers_of_2(self.theta, self.head_dim).astype(np.float32)
-        step = np.float32(self.theta) ** np.float32(-2.0 / self.head_dim)
-        columns = [position]
+        step = np.float32(self.theta ** float(np.float32(-2.0 / self.head_dim)))
+        columns: list[NDArray[np.float32]] = [position]
         while len(columns) < self.head_dim // 2:
             columns.append(columns[-1] * step)
-        return np.concatenate(columns, axis=1)
+        return np.hstack(columns)
 
 
 def _powers(theta: float, head_dim: int) -> Array:
@@ -188,10 +188,8 @@ ACTIVATIONS: dict[str, Any] = {
 # -- residual + RMSNorm -----------------------------------------------------------------------------------------------
 
 
-def rms_norm(
-    value: Array, weight: float, mean_square: tuple[Array, Array], norm: NormRounding, rounded: Rounding
-) -> Array:
-    """One element of a norm. `value` is its residual sum, `mean_square` (eps included) that of the exact and of the rounded sums."""
+def rms_norm(value: Array, weight: float, mean_square: tuple[Array, Array], norm: NormRounding, rounded: Rounding) -> Array:
+    """One element of a norm. `value` is its residual sum, `mean_square` that of the exact and of the rounded sums, plus eps."""
     exact, of_rounded = mean_square
     seen = value if norm.sum_round == "never" else rounded(value)
     normalised = seen / np.sqrt(of_rounded if norm.sum_round == "before_var" else exact)

@@ -8,8 +8,7 @@ boundary, and picks a few prompts such that every two candidates are told apart 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from itertools import product
+from dataclasses import asdict, dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from tripoint.canary import emulator
 from tripoint.canary.circuit import UNIT, Circuit
 from tripoint.canary.emulator import Array, Rounding, bf16, ulp
-from tripoint.schedule import Cast, NormRounding, SwigluRounding
+from tripoint.schedule import Cast, RoundingSchedule
 
 Answers = NDArray[np.int8]
 
@@ -44,7 +43,8 @@ class Candidate:
         return Candidate(self.parts, {name: value for name, value in self.fields.items() if name != field})
 
     def __str__(self) -> str:
-        return " ".join(f"{name}={value}" for name, value in self.fields.items())
+        words = [part.code if part.cast == "rne" else f"{part.code} truncated" for part in self.parts]
+        return " ".join(words or map(str, self.fields.values()))
 
 
 @dataclass(frozen=True)
@@ -104,25 +104,27 @@ def question(
     margin: Array | None = None,
     times: int = 3,
     groups: Sequence[int] | None = None,
+    in_decode: bool = True,
 ) -> Question:
     """The question made of a few of the proposals. `tokens(i)` makes the prompt of proposal i, whose last token is its own.
 
-    `expected` is [proposal, candidate], `margin` that of each proposal, if not all are safe; the rest as for `choose`."""
+    `expected` is [proposal, candidate], `margin` that of each proposal, if not all are safe; `in_decode` says whether to ask it
+    while decoding too; the rest as for `choose`."""
     safe = np.arange(len(expected)) if margin is None else np.flatnonzero(margin >= emulator.MARGIN)
     picked = safe[choose(expected[safe], times, groups)]
-    in_decode = set(choose(expected[picked], 1, groups))
+    decoded = choose(expected[picked], 1, groups) if in_decode else []
     prompts = []
     for number, proposal in enumerate(picked):
         ids = tokens(proposal)
         # The pointer stands right before its token, in the place of padding, so that no position changes.
-        decode = (*ids[:-2], circuit.pointer(ids[-1])) if number in in_decode else None
+        decode = (*ids[:-2], circuit.pointer(ids[-1])) if number in decoded else None
         prompts.append(Prompt(ids, tuple(map(int, expected[proposal])), decode))
     return Question(subject, place, tuple(candidates), tuple(prompts))
 
 
 # -- SwiGLU and GeGLU -------------------------------------------------------------------------------------------------
 
-SWIGLU = [SwigluRounding(s, g, c) for (s, g), c in product([(True, "fp32"), (False, "fp32"), (True, "bf16")], CASTS)]
+SWIGLU = [replace(RoundingSchedule.parse(f"R1 {code} N1").swiglu, cast=cast) for code in ("S1", "S3", "S5") for cast in CASTS]
 _GATE_SCALE, _UP_SCALE, _OUT_SCALE = 8.0, 2.0, 1 / 16
 
 
@@ -166,10 +168,9 @@ def _one_of(outcomes: Array, rng: np.random.Generator) -> Array:
 # -- residual + RMSNorm -----------------------------------------------------------------------------------------------
 
 NORMS = [
-    NormRounding(s, n, c)
-    for (s, n), c in product(
-        [("before_var", True), ("before_var", False), ("never", False), ("never", True), ("after_var", False)], CASTS
-    )
+    replace(RoundingSchedule.parse(f"R1 S1 {code}").norm.final, cast=cast)
+    for code in ("N1", "N2", "N3", "N4", "N5")
+    for cast in CASTS
 ]
 
 
@@ -253,7 +254,7 @@ def carry_source(circuit: Circuit, add: int) -> str:
     return name
 
 
-def carry(circuit: Circuit, rng: np.random.Generator, add: int, times: int) -> Question:
+def carry(circuit: Circuit, rng: np.random.Generator, add: int, times: int, in_decode: bool) -> Question:
     """Residual add `add` makes an inexact sum, the next one takes a BF16 number near it away."""
     sources = carry_source(circuit, add), carry_source(circuit, add + 1)
     start = bf16(rng.uniform(0.5, 0.99, PROPOSALS))
@@ -276,4 +277,4 @@ def carry(circuit: Circuit, rng: np.random.Generator, add: int, times: int) -> Q
         return (circuit.token(f"carry{add}.{i}", row),)
 
     expected = np.sign(np.stack(outcomes, 1) - reference[:, None]).astype(np.int8)
-    return question(circuit, f"carry.{add}", f"add {add}", candidates, expected, tokens, margin, times)
+    return question(circuit, f"carry.{add}", f"add {add}", candidates, expected, tokens, margin, times, in_decode=in_decode)

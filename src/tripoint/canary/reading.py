@@ -6,7 +6,6 @@ ones, every one of them; where there is none, the place is unknown, and never ca
 
 from __future__ import annotations
 
-import json
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -175,7 +174,9 @@ class _Reading:
                 self._settle(subject, questions)
         if "rope.angle" not in subjects:
             self.fields["rope.angle"] = "pos*inv"
-            self.notes.append("rope.angle was not asked: it takes plain RoPE, and frequencies that every power function gives alike")
+            self.notes.append(
+                "rope.angle was not asked: it takes plain RoPE, and frequencies that every power function gives alike"
+            )
         self._settle_carry([question for question in self.canary.questions if question.subject.startswith("carry.")])
 
     def _settle(self, subject: str, questions: Sequence[Question]) -> None:
@@ -191,19 +192,15 @@ class _Reading:
 
     def _fitting(self, subject: str, questions: Sequence[Question]) -> set[int]:
         """The candidates that fit at every place; none if any place is unknown or two disagree."""
-        everywhere = set(range(len(questions[0].candidates)))
-        known = True
+        fits = {question.place: _fits(question.prompts, self.prefill(question)) for question in questions}
         for question in questions:
-            fit = _fits(question.prompts, self.prefill(question))
-            if not fit:
-                known = False
+            if not fits[question.place]:
                 self.findings.append(_unknown(question, self.prefill(question)))
-            elif known and not everywhere & fit:
-                before = " and ".join(q.place for q in questions[: questions.index(question)])
-                self.findings.append(f"{subject}: {question.place} does not round like {before}")
-                known = False
-            everywhere &= fit
-            self._compare_again(question, fit)
+            self._compare_again(question, fits[question.place])
+        everywhere = set.intersection(*fits.values())
+        if all(fits.values()) and not everywhere:
+            places = "; ".join(f"{place}: {_names(questions[0], fit)}" for place, fit in fits.items())
+            self.findings.append(f"{subject} is not the same everywhere: {places}")
         return everywhere
 
     def _compare_again(self, question: Question, fit: set[int]) -> None:
@@ -213,10 +210,10 @@ class _Reading:
             differ = [p for p in prompts if answers[p.tokens] != self._prefill[p.tokens]]
             if differ:
                 again = _fits(prompts, [answers[p.tokens] for p in prompts])
-                other = {str(question.candidates[i]) for i in again - fit}
-                says = f", as {' or '.join(sorted(other))} would" if other and len(other) <= 2 else ""
+                says = f"as {_names(question, again)}" if again else "as no known rounding"
                 self.findings.append(
-                    f"{question.subject} ({question.place}): {how} answers {len(differ)} of {len(prompts)} prompts otherwise{says}"
+                    f"{question.subject} ({question.place}): {how} answers {len(differ)} of {len(prompts)} prompts otherwise, "
+                    f"{says}; the batch {_names(question, fit)}"
                 )
 
     def _settle_angle(self, question: Question) -> None:
@@ -228,23 +225,27 @@ class _Reading:
             if all(self.fields.get(key) == value for key, value in candidate.fields.items() if key != name)
         }
         fit = possible & _fits(question.prompts, self.prefill(question))
-        angles = [question.candidates[i].fields[name] for i in sorted(fit)]
-        if angles:
-            self.fields[name] = angles[0]
-            if len(angles) > 1:
-                self.notes.append(f"{name}: {', '.join(map(str, angles))} give the same answers at this theta, table and length")
+        angles = [str(question.candidates[i].fields[name]) for i in sorted(fit)]
+        if fit:
             self._compare_again(question, fit)
+        elif possible:
+            self.findings.append(_unknown(question, self.prefill(question), possible))
+        if len(angles) > 1:
+            self.notes.append(f"{name}: {', '.join(angles)} give the same answers here (theta, table, length)")
+        # Where the usual order and another one give the same answers, the other has no effect.
+        if len(angles) == 1 or "pos*inv" in angles:
+            self.fields[name] = angles[0]
         else:
             self.undetermined.append(name)
-            if possible:
-                self.findings.append(_unknown(question, self.prefill(question), possible))
 
     def _settle_carry(self, questions: Sequence[Question]) -> None:
         """The set of residual adds that round, and whether they round like the norm behind them."""
         rounding: list[int] = []
         known = True
         for add, question in enumerate(questions):
-            values = {value for i in self._fitting(question.subject, [question]) for value in question.candidates[i].fields.values()}
+            values = {
+                value for i in self._fitting(question.subject, [question]) for value in question.candidates[i].fields.values()
+            }
             known &= bool(values) and (values == {"unrounded"} or "unrounded" not in values)
             if values - {"unrounded"}:
                 rounding.append(add)
@@ -312,6 +313,10 @@ def _fits(prompts: Sequence[Prompt], answers: Sequence[int | None]) -> set[int]:
     return {i for i in candidates if all(p.expected[i] == answer for p, answer in zip(prompts, answers, strict=True))}
 
 
+def _names(question: Question, candidates: set[int]) -> str:
+    return " or ".join(dict.fromkeys(str(question.candidates[i]) for i in sorted(candidates))) or "unknown"
+
+
 def _unknown(question: Question, answers: Sequence[int | None], among: Iterable[int] | None = None) -> str:
     among = range(len(question.candidates)) if among is None else among
     mismatches = min(
@@ -336,8 +341,8 @@ def _problem(canary: Canary, reading: _Reading, tokens: Sequence[Token]) -> str 
     if failed["copies"]:
         total = len(controls["copies"].prompts)
         return (
-            f"{len(failed['copies'])} of {total} controls that copy a value failed: the stack does not hold the canary's weights "
-            "exactly (quantised, converted or another checkpoint), or it was not asked with the canary's token ids"
+            f"{len(failed['copies'])} of {total} controls that copy a value failed: the stack does not hold the canary's "
+            "weights exactly (quantised, converted or another checkpoint), or it was not asked with the canary's token ids"
         )
     if failed["count"]:
         if all(answer == -1 for answer in failed["count"]):

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from itertools import product
 
 import numpy as np
@@ -23,7 +24,7 @@ from tripoint.canary import emulator
 from tripoint.canary.circuit import RSTD, UNIT, Circuit
 from tripoint.canary.emulator import Array, Rounding, bf16, ulp
 from tripoint.canary.questions import CASTS, Answers, Candidate, Question, question
-from tripoint.schedule import Angle, QkNormRounding, RopeRounding
+from tripoint.schedule import Angle, QkNormRounding, RopeRounding, RoundingSchedule
 
 SHORT, LONG = 24, 256  # prompt lengths, of most prompts and of those that ask for the angle
 VALUE = 1 / 32  # what the key token's value adds to `result`, too little to move its mean square
@@ -37,8 +38,10 @@ _FILLS, _FILL_SCALE = 4, 16.0
 QK_MARGIN = 0.01  # with a QK-norm seven times as many candidates round
 EXACT_MARGIN = 1e-3  # in front of the rounding there is one multiplication
 ANGLE_MARGIN = 7e-4  # of tables
-_TABLES = [("bf16", "bf16"), ("bf16", "bf16_fma"), ("bf16", "fp32"), ("fp32", "fp32")]
-_QK_NORMS = [QkNormRounding(n, o, c) for n, o, c in product((True, False), (True, False), CASTS) if n or o or c == "rne"]
+_ROPE = [RoundingSchedule.parse(f"{code} S1 N1").rope for code in ("R1", "R2", "R3", "R4")]
+_QK_NORMS = list(
+    dict.fromkeys(QkNormRounding(norm, out, cast) for norm, out, cast in product((True, False), (True, False), CASTS))
+)
 
 # A query at position `at` and a key at position `key_at`, both in rotary pair `pair`, as the projections put them out, and what
 # the QK-norms multiply them with.
@@ -76,11 +79,10 @@ class _Bench:
         self.pairs = sorted({*range(fast), self.half // 4, self.half // 2})
         self.longest = min(LONG, self.shape.max_positions - 2)
         self.rotary = self.shape.rotary
-        # The angle can be asked of plain RoPE only, and of pairs on whose frequency all agree; those without QK-norm weights.
+        # The angle can be asked of plain RoPE only, and of pairs on whose frequency all power functions agree.
         self.angle_pairs: list[int] = []
         if self.rotary.theta is not None and self.longest == LONG:
-            pairs = self.pairs[::2] if self.shape.qk_norm else self.pairs
-            self.angle_pairs = sorted(set(pairs) & set(self.rotary.clear_pairs()) - {0})
+            self.angle_pairs = sorted(set(self.pairs) & set(self.rotary.clear_pairs()) - {0})
         # QK-norm weights that are no powers of two tell whether the product with them is rounded.
         self.weights = np.ones((2, 2, self.half))  # query or key, x or y, pair
         if self.shape.qk_norm:
@@ -108,8 +110,8 @@ class _Bench:
         """Those that differ only in the angle stand together."""
         qk_norms: Sequence[QkNormRounding | None] = _QK_NORMS if self.shape.qk_norm else [None]
         return [
-            Candidate.of({"rope": RopeRounding(table, compute, angle, cast)} | ({} if qk is None else {"norm.qk": qk}))
-            for (table, compute), cast, qk, angle in product(_TABLES, CASTS, qk_norms, angles)
+            Candidate.of({"rope": replace(rope, angle=angle, cast=cast)} | ({} if qk is None else {"norm.qk": qk}))
+            for rope, cast, qk, angle in product(_ROPE, CASTS, qk_norms, angles)
         ]
 
     def _answers(
@@ -305,4 +307,3 @@ def _product(query: Sequence[Array], key: Sequence[Array], rounded: Rounding) ->
     score = first + second
     rounded.require_sign(score, np.abs(first) + np.abs(second))
     return score
-

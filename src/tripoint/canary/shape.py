@@ -8,8 +8,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from tripoint.canary.emulator import ACTIVATIONS, Rotary
 from tripoint.errors import UsageError
 from tripoint.schedule import suggest
@@ -84,11 +82,17 @@ class CanaryShape:
 
         architecture = config.get("model_type", "?")
         if architecture not in ARCHITECTURES:
-            raise UsageError(f"canary like a {architecture!r} model: no such layout{suggest(architecture, list(ARCHITECTURES))}")
+            raise UsageError(
+                f"canary like a {architecture!r} model: no such layout{suggest(architecture, list(ARCHITECTURES))}"
+            )
         # transformers knows every default; what follows from the depth it works out again.
-        known: Any = AutoConfig.for_model(**{k: v for k, v in config.items() if k not in ("layer_types", "quantization_config")})
+        known: Any = AutoConfig.for_model(
+            **{k: v for k, v in config.items() if k not in ("layer_types", "quantization_config")}
+        )
         intermediate = known.intermediate_size
         ends = known.eos_token_id if isinstance(known.eos_token_id, list) else [known.eos_token_id]
+        special = {i for i in (known.bos_token_id, known.pad_token_id, *ends) if i is not None}
+        windows = ("sliding_window", "use_sliding_window", "max_window_layers")
         return cls(
             architecture=architecture,
             hidden=known.hidden_size,
@@ -106,8 +110,8 @@ class CanaryShape:
             mlp_bias=bool(getattr(known, "mlp_bias", False)),
             tied=known.tie_word_embeddings,
             full=full,
-            reserved=frozenset(i for i in (known.bos_token_id, known.pad_token_id, *ends) if i is not None) if full else frozenset(),
-            base={k: copy.deepcopy(config[k]) for k in ("sliding_window", "use_sliding_window", "max_window_layers") if k in config},
+            reserved=frozenset(special) if full else frozenset(),
+            base={key: copy.deepcopy(config[key]) for key in windows if key in config},
         )
 
     @property
@@ -180,4 +184,4 @@ class CanaryShape:
 
         config = AutoConfig.for_model(**self.config)
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[self.rope["rope_type"]](config, device="cpu")
-        return Rotary(self.head_dim, None, tuple(np.float32(inv_freq.numpy())), float(scaling))
+        return Rotary(self.head_dim, None, tuple(inv_freq.float().tolist()), float(scaling))

@@ -222,7 +222,7 @@ def untied(model: Path) -> Iterator[Path]:
         raise UsageError(f"model directory `{model}` has no weight `{EMBEDDING}`: its layout is not known to dithering")
     with tempfile.TemporaryDirectory(prefix="tripoint-untied-") as name:
         directory = Path(name)
-        index = {}
+        index: dict[str, str] = {}
         for number, shard in enumerate(shards):
             # Not under its own name: a file called model.safetensors would be read in place of the index.
             linked = f"model-{number:05}.safetensors"
@@ -248,7 +248,7 @@ def _names(shard: Path) -> list[str]:
 
 def read_weights(model: Path) -> dict[str, torch.Tensor]:
     """Every weight in the safetensors files of directory `model`, on the CPU."""
-    weights = {}
+    weights: dict[str, torch.Tensor] = {}
     for file in sorted(model.glob("*.safetensors")):
         with safe_open(file, framework="pt") as opened:
             weights |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)

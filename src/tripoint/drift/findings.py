@@ -22,14 +22,15 @@ from numpy.typing import NDArray
 
 from tripoint.align import align
 from tripoint.drift.dither import Floats
-from tripoint.drift.estimate import student_tail
+from tripoint.drift.estimate import Estimate, student_tail
 from tripoint.drift.expectation import NoiseOnly
 from tripoint.errors import UsageError
-from tripoint.schedule import RoundingSchedule
 from tripoint.stacks import Rollout, Stack
 
 CERTAIN = 1e-6  # the probability of a fit by chance below which a cause is named
 MATERIAL = 0.03  # the share of the misfit that a cause has to remove
+MATERIAL_READOUT = 0.1  # the same where a free parameter could take up anything
+CLEAR = 0.3  # the same where much stays unexplained all the same
 FAR_ABOVE = 1.5  # times the k3 that noise alone hardly ever exceeds
 FEW = 0.02  # of the tokens
 MANY_STEPS = 8.0  # of the noise, from which on a token is wild
@@ -44,7 +45,8 @@ TOP_K = (1, 2, 5, 8, 10, 20, 30, 40, 50, 64, 100, 200)
 THETAS = (1e4, 1e5, 5e5, 1e6)
 THETA_FACTORS = (0.01, 0.1, 0.5, 2.0, 10.0, 100.0)
 LINEAR_FACTORS = (2.0, 4.0, 8.0)
-LATTICE_SIGMAS = 8.0
+# Rounding schedules that agree in none of the operations.
+DECORRELATED = ("R1 S1 N1", "R3 S3 N3", "R4 S1 N2 carry=bf16", "R2 S3 N4")
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,10 @@ class Evidence:
     @torch.no_grad()
     def logits(self, suspects: Sequence[Suspect]) -> torch.Tensor:
         """(tokens, vocabulary) of every completion token under all of `suspects`, in the dtype the model gives."""
+        return self._run(suspects, self.model, "logits")
+
+    def _run(self, suspects: Sequence[Suspect], module: Any, output: str) -> torch.Tensor:
+        """What `module` puts out where each completion token is predicted: (tokens, ...)."""
         sequences = []
         for rollout in self.rollouts:
             prompt = rollout.prompt_ids
@@ -118,17 +124,31 @@ class Evidence:
                 rows = max(1, BATCH_TOKENS // length)
                 for start in range(0, len(indices), rows):
                     batch = indices[start : start + rows]
-                    ids = torch.tensor([sequences[i] for i in batch], device=self.model.device)
-                    out = self.model(input_ids=ids, use_cache=False).logits
+                    inputs = torch.tensor([sequences[i] for i in batch], device=self.model.device)
+                    out = getattr(module(input_ids=inputs, use_cache=False), output)
                     for row, index in enumerate(batch):
                         count = len(self.rollouts[index].completion_ids)
                         found[index] = out[row, length - count - 1 : length - 1].cpu()
         return torch.cat([found[index] for index in range(len(sequences))])
 
+    @torch.no_grad()
+    def unrounded(self) -> tuple[Floats, Floats]:
+        """The trainer's log-probabilities with the logits computed in FP32, and the BF16 step at each: (tokens,) both."""
+        head = self.model.get_output_embeddings()
+        weight = head.weight.detach().cpu().float().T
+
+        def read(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Floats]:
+            logits = hidden.float() @ weight
+            return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].double(), _step(logits, targets)
+
+        hidden = self._run([], self.model.get_decoder(), "last_hidden_state")
+        parts = [read(h, t) for h, t in _rows(hidden, self.targets)]
+        return torch.cat([values for values, _ in parts]).numpy(), np.concatenate([steps for _, steps in parts])
+
     def trainer(self, logits: torch.Tensor, readout: Readout) -> Floats:
         """The trainer's log-probabilities as `readout` would record them: (tokens,), NaN where it would record none."""
         parts = []
-        for chunk, targets in zip(logits.split(ROWS), self.targets.split(ROWS), strict=True):
+        for chunk, targets in _rows(logits, self.targets):
             logprobs = (chunk.float() / readout.temperature).log_softmax(-1)
             values = logprobs.gather(-1, targets[:, None])[:, 0]
             if readout.top_k or readout.top_p < 1:
@@ -176,34 +196,44 @@ def find_causes(
     readout = Readout()
     logits = evidence.logits([])
     d = evidence.trainer(logits, readout) - evidence.engine
-    findings = []
+    found: list[tuple[float, Finding]] = []
     for _ in range(MAX_CAUSES):
         best = None
-        for finding, suspects, candidate in _candidates(evidence, chosen, readout, logits, d, bos):
+        for named, suspects, candidate in _candidates(evidence, chosen, readout, logits, d, bos):
             new_logits = evidence.logits(suspects) if suspects != chosen else logits
             new_d = evidence.trainer(new_logits, candidate) - evidence.engine
             share, chance = evidence.better(evidence.misfit(d), evidence.misfit(new_d))
-            if chance < CERTAIN and share > MATERIAL and (best is None or share > best[0]):
-                best = share, finding, suspects, candidate, new_logits, new_d
+            material = MATERIAL if candidate == readout else MATERIAL_READOUT
+            if chance < CERTAIN and share > material and (best is None or share > best[0]):
+                best = share, named, suspects, candidate, new_logits, new_d
         if best is None:
             break
         share, (cause, what, setting), chosen, readout, logits, new_d = best
         both = ~np.isnan(d) & ~np.isnan(new_d)
         was, now = (float(np.sqrt((x[both] ** 2).mean())) for x in (d, new_d))
-        evidence_text = f"{what}: rms d falls from {was:.3g} to {now:.3g} nats ({share:.0%} of the misfit)"
-        findings.append(Finding(cause, evidence_text, math.sqrt(max(was**2 - now**2, 0.0)), setting))
+        text = f"{what}: rms d falls from {was:.3g} to {now:.3g} nats ({share:.0%} of the misfit)"
+        found.append((share, Finding(cause, text, math.sqrt(max(was**2 - now**2, 0.0)), setting)))
         d = new_d
-    if sampled:
-        findings += _sampler(evidence, logits, readout)
-    residual = _residual(evidence, logits, d, expected)
-    findings += residual
-    if not residual:
-        findings += _precision(evidence, logits, readout)
+    unexplained = _residual(evidence, logits, d, expected)
+    if any(finding.cause in ("weights", "tokenizer") for finding in unexplained):
+        # Small gains are then what a free parameter makes of a difference that is not its own, and what the engine would
+        # have drawn cannot be known.
+        findings = [finding for share, finding in found if share > CLEAR] + unexplained
+    else:
+        findings = [finding for _, finding in found] + unexplained
+        findings += _sampler(evidence, logits, readout) if sampled else []
+        findings += _precision(evidence, logits, readout, chosen)
     return sorted(findings, key=lambda finding: -finding.nats)
 
 
 Named = tuple[str, str, str]
 """Cause, what was found in words, and the setting to change."""
+
+
+def _rows(values: torch.Tensor, targets: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """`ROWS` tokens at a time."""
+    for start in range(0, len(targets), ROWS):
+        yield values[start : start + ROWS], targets[start : start + ROWS]
 
 
 def _first(rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -263,7 +293,9 @@ def _minimum(function: Callable[[float], float], grid: Sequence[float]) -> float
 def _best_truncation(evidence: Evidence, logits: torch.Tensor, readout: Readout) -> Readout:
     options = [*(replace(readout, top_p=p) for p in TOP_P), *(replace(readout, top_k=k) for k in TOP_K)]
     plain = evidence.trainer(logits, replace(readout, late=0))
-    kept = torch.cat([_kept((c.float() / readout.temperature).log_softmax(-1), options) for c in logits.split(ROWS)])
+    kept = torch.cat(
+        [_kept((c.float() / readout.temperature).log_softmax(-1), options) for c, _ in _rows(logits, evidence.targets)]
+    )
     misfits = [
         float(np.nanmean(evidence.misfit(evidence.delayed(plain - mass, readout.late) - evidence.engine)))
         for mass in kept.double().numpy().T
@@ -416,50 +448,51 @@ def _sampler(evidence: Evidence, logits: torch.Tensor, readout: Readout) -> list
     Likelihoods of the tokens under other ways to draw them, against drawing from that distribution. If no token ever falls
     outside a nucleus, each one makes a draw from inside it likelier by one over its mass.
     """
-    findings = []
-    temperature = readout.temperature
+    drawn = replace(readout, late=0)
+    findings: list[Finding] = []
     for _ in range(2):
-        plain = evidence.trainer(logits, Readout(temperature))
-        offers = []
-        if not any(finding.cause == "sampling_temperature" for finding in findings):
-            t = _minimum(lambda t: -float(evidence.trainer(logits, Readout(t)).sum()), (0.05, 0.2, *TEMPERATURES))
-            gain = evidence.trainer(logits, Readout(t)) - plain
-            offers.append((float(gain.sum()), "sampling_temperature", f"temperature {t:.3g}", t))
-        if readout.top_p == 1 and not readout.top_k and not any(f.cause == "sampling_truncation" for f in findings):
-            above, rank = _above(evidence, logits, temperature)
-            for text, truncated in (
-                (f"top_p={above.max():.3g}", Readout(temperature, top_p=float(above.max()))),
-                (f"top_k={rank.max() + 1}", Readout(temperature, top_k=int(rank.max()) + 1)),
+        recorded = evidence.trainer(logits, drawn)
+        offers: list[tuple[float, str, str, Readout]] = []
+        if "sampling_temperature" not in {finding.cause for finding in findings}:
+            offer = _likeliest_temperature(evidence, logits, drawn)
+            if abs(offer.temperature / drawn.temperature - 1) > 0.03:
+                text = f"temperature {offer.temperature:.3g}"
+                offers.append((_sum(evidence, logits, offer, recorded), "sampling_temperature", text, offer))
+        if drawn.top_p == 1 and not drawn.top_k:
+            above, rank = _above(evidence, logits, drawn.temperature)
+            p, k = float(above.max()), int(rank.max()) + 1
+            for text, offer in (
+                (f"top_p={p:.3g}", replace(drawn, top_p=p)),
+                (f"top_k={k}", replace(drawn, top_k=k)),
             ):
-                gain = evidence.trainer(logits, truncated) - plain
-                offers.append((float(gain.sum()), "sampling_truncation", text, temperature))
-        if not offers:
+                offers.append((_sum(evidence, logits, offer, recorded), "sampling_truncation", text, offer))
+        likelier, cause, text, drawn = max(offers, key=lambda offer: offer[0], default=(0.0, "", "", drawn))
+        if likelier < -math.log(CERTAIN):
             break
-        likelier, cause, text, next_temperature = max(offers)
-        if likelier < -math.log(CERTAIN) or (
-            cause == "sampling_temperature" and abs(next_temperature / temperature - 1) < 0.03
-        ):
-            break
-        temperature = next_temperature
         evidence_text = (
             f"the tokens are e^{likelier:.0f} times as likely to have been drawn with {text} as from the distribution whose "
             "log-probabilities are recorded"
         )
-        findings.append(
-            Finding(
-                cause,
-                evidence_text,
-                likelier / len(evidence.engine),
-                f"sample without it, or record and train on the log-probabilities of {text}",
-            )
-        )
+        setting = f"sample without it, or record and train on the log-probabilities of {text}"
+        findings.append(Finding(cause, evidence_text, likelier / len(evidence.engine), setting))
     return findings
+
+
+def _sum(evidence: Evidence, logits: torch.Tensor, readout: Readout, recorded: Floats) -> float:
+    return float((evidence.trainer(logits, readout) - recorded).sum())
+
+
+def _likeliest_temperature(evidence: Evidence, logits: torch.Tensor, drawn: Readout) -> Readout:
+    def unlikely(t: float) -> float:
+        return -float(evidence.trainer(logits, replace(drawn, temperature=t)).sum())
+
+    return replace(drawn, temperature=_minimum(unlikely, (0.05, 0.2, *TEMPERATURES)))
 
 
 def _above(evidence: Evidence, logits: torch.Tensor, temperature: float) -> tuple[Floats, NDArray[np.int64]]:
     """For each token the mass and the number of the tokens likelier than it."""
     masses, ranks = [], []
-    for chunk, targets in zip(logits.split(ROWS), evidence.targets.split(ROWS), strict=True):
+    for chunk, targets in _rows(logits, evidence.targets):
         scaled = chunk.float() / temperature
         likelier = scaled > scaled.gather(-1, targets[:, None])
         masses.append((scaled.softmax(-1) * likelier).sum(-1).double())
@@ -508,7 +541,7 @@ def _residual(evidence: Evidence, logits: torch.Tensor, d: Floats, expected: Noi
     return [Finding("weights", text, rms, "the engine computes with other weights: check the checkpoint and the weight sync")]
 
 
-def _precision(evidence: Evidence, logits: torch.Tensor, readout: Readout) -> list[Finding]:
+def _precision(evidence: Evidence, logits: torch.Tensor, readout: Readout, chosen: list[Suspect]) -> list[Finding]:
     """Whether logits or log-probabilities went through BF16 on one side only."""
     nonzero = evidence.engine[evidence.engine != 0]
     coarse = torch.from_numpy(nonzero).to(torch.bfloat16).double().numpy() == nonzero
@@ -516,57 +549,59 @@ def _precision(evidence: Evidence, logits: torch.Tensor, readout: Readout) -> li
         step = float(np.sqrt(np.mean((2.0 ** np.floor(np.log2(np.abs(nonzero))) * 2.0**-7) ** 2) / 12))
         text = f"{coarse.mean():.0%} of the engine's log-probabilities are BF16 numbers: each was rounded after the softmax"
         return [Finding("logprobs_bf16", text, step, "record log-probabilities in FP32")]
-    found = _lattice(evidence, logits, readout)
-    if found is None:
+    if readout != Readout() or chosen:
         return []
-    on_lattice, sigmas, step = found
+    rounds = _rounds_logits(evidence)
     trainer_rounds = logits.dtype == torch.bfloat16 or bool(torch.equal(logits, logits.bfloat16().to(logits.dtype)))
-    engine_rounds = on_lattice > 0.5
-    if trainer_rounds == engine_rounds:
+    if rounds is None or abs(rounds.value - 0.5) < 3 * rounds.stderr or trainer_rounds == (rounds.value > 0.5):
         return []
-    which = (
-        "the engine's logits are BF16 numbers, the trainer's are not",
-        "the trainer's logits are BF16 numbers, the engine's are not",
+    who = ("engine", "trainer") if rounds.value > 0.5 else ("trainer", "engine")
+    step = float(np.sqrt((_step(logits, evidence.targets) ** 2).mean() / 12))
+    text = (
+        f"the {who[0]}'s logits are rounded to BF16, the {who[1]}'s are not: of the variance that this rounding gives, the "
+        f"engine shows {rounds.value:.2f} ± {rounds.stderr:.2f}"
     )
-    text = f"{which[trainer_rounds]} (share on the BF16 grid {on_lattice:.2f}, told apart by {sigmas:.0f} standard errors)"
     return [Finding("logits_precision", text, step, "compute the lm_head in the same precision on both sides")]
 
 
-def _lattice(evidence: Evidence, logits: torch.Tensor, readout: Readout) -> tuple[float, float, float] | None:
-    """How far the engine's logits lie on the grid of BF16 numbers: 1 wholly, 0 not at all; by how many standard errors the
-    two would differ; and the rms of such a rounding. None where they cannot be told apart.
+def _rounds_logits(evidence: Evidence) -> Estimate | None:
+    """How much of the variance that rounding logits to BF16 gives is in the engine's log-probabilities: all (1) or none (0).
 
-    A logit is the log-probability plus the trainer's own log normaliser, which is the engine's up to its noise; that noise is
-    taken from the trainer under an odd schedule.
+    The larger a logit, the coarser its rounding. The engine's squared distance from the mean of several trainers, less the
+    trainers' own variance, is regressed on step^2 / 12; the trainers have FP32 logits, and each rounds by another schedule,
+    which decorrelates what they share with the engine. None where alignment does not know the model.
     """
-    if readout != Readout():
-        return None
-    normaliser, own = _normaliser(evidence, logits)
+    trainers, steps = [], []
     try:
-        record = align(evidence.model, to=RoundingSchedule.parse("R4 S3 N3 carry=fp32"))
+        for schedule in DECORRELATED:
+            record = align(evidence.model, to=schedule)
+            try:
+                values, own = evidence.unrounded()
+            finally:
+                record.undo()
+            trainers.append(values)
+            steps.append(own)
     except UsageError:
         return None
-    try:
-        other, _ = _normaliser(evidence, evidence.logits([]))
-    finally:
-        record.undo()
-    logit = evidence.engine + normaliser
-    step = 2.0 ** (np.floor(np.log2(np.maximum(np.abs(own), 1e-6))) - 7)
-    blur = float(np.median(np.abs(other - normaliser)) / 0.6745)
-    expected = np.exp(-2 * (np.pi * blur / step) ** 2)
-    weight = float((expected**2).sum())
-    if weight == 0 or (sigmas := weight / math.sqrt(weight / 2)) < LATTICE_SIGMAS:
-        return None
-    on_lattice = float((expected * np.cos(2 * np.pi * logit / step)).sum()) / weight
-    return on_lattice, sigmas, float(np.sqrt((step**2).mean() / 12))
+    mean, count = np.mean(trainers, axis=0), len(trainers)
+    noise = np.var(trainers, axis=0, ddof=1)
+    rounding = np.mean(steps, axis=0) ** 2 / 12
+    excess = (evidence.engine - mean) ** 2 - noise * (1 + 1 / count)
+    # Weighted by what each token's excess is worth: its own variance is that of a square.
+    weight = 1 / (np.median(noise) + noise + rounding) ** 2
+    usual = (evidence.engine - mean) ** 2 < MANY_STEPS**2 * (np.median(noise) + rounding)
+    top, bottom = (weight * usual * rounding * x for x in (excess, rounding))
+    slope = top.sum() / bottom.sum()
+    residual = np.add.reduceat(top - slope * bottom, evidence.starts)
+    n = len(residual)
+    return Estimate(float(slope), float(np.sqrt((residual**2).sum() * n / (n - 1)) / bottom.sum()), n - 1)
 
 
-def _normaliser(evidence: Evidence, logits: torch.Tensor) -> tuple[Floats, Floats]:
-    """Log of the sum of exponentials at each token, and the token's logit."""
-    chunks = zip(logits.split(ROWS), evidence.targets.split(ROWS), strict=True)
-    parts = [(c.float().logsumexp(-1).double(), c.gather(-1, t[:, None])[:, 0].double()) for c, t in chunks]
-    sums, own = zip(*parts, strict=True)
-    return torch.cat(sums).numpy(), torch.cat(own).numpy()
+def _step(logits: torch.Tensor, targets: torch.Tensor) -> Floats:
+    """The distance between BF16 numbers of the size of each token's logit."""
+    own = logits.gather(-1, targets[:, None])[:, 0].double().abs().clamp(min=1e-6).numpy()
+    step: Floats = 2.0 ** (np.floor(np.log2(own)) - 7)
+    return step
 
 
 def prefill_against_decode(engine: Stack, rollouts: Sequence[Rollout], expected: NoiseOnly) -> list[Finding]:
@@ -577,7 +612,7 @@ def prefill_against_decode(engine: Stack, rollouts: Sequence[Rollout], expected:
     k3 = float((np.expm1(d) - d).mean())
     if k3 <= FAR_ABOVE * expected.k3_limit:
         return []
-    text = f"scoring its own completions again, the engine has k3 = {k3:.3g} against itself; rounding noise gives {expected.k3:.3g}"
+    text = f"scoring its own completions again, the engine has k3 = {k3:.3g} to itself; rounding noise gives {expected.k3:.3g}"
     rms = float(np.sqrt((d**2).mean()))
     setting = "compare the engine's attention backends, KV cache precision and chunked prefill"
     return [Finding("prefill_decode", text, rms, setting)]

@@ -26,7 +26,7 @@ from tripoint.ops.backend import BackendError
 
 _SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 
-_FLAGS = ("-std=c++20", "-O3", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off")
+_FLAGS = ("-std=c++20", "-O2", "-shared", "-fPIC", "-fopenmp", "-ffp-contract=off")
 # By ATen's name for the instruction set: the one its kernels were chosen for is the one whose bits we want.
 _INSTRUCTIONS = {
     "AVX512": ("-mavx512f", "-mavx512dq", "-mavx512vl", "-mavx512bw", "-mavx2", "-mfma", "-mf16c"),
@@ -50,7 +50,7 @@ class _RopeArgs(ctypes.Structure):
         *((name, _Rows) for name in ("x", "cos", "sin", "out")),
         ("size", c_int64 * 3),
         ("head_dim", c_int64),
-        *((name, c_int32) for name in ("dtype", "round_table", "table_cast", "compute", "cast", "backward")),
+        *((name, c_int32) for name in ("dtype", "compute", "cast", "backward")),
     )
 
 
@@ -203,13 +203,14 @@ def _laid_out_like(x: Tensor, out: Tensor) -> Tensor:
 
 
 class _Outer:
-    """The outer dimensions of a kernel's tensors (at most three), in the order it walks through them."""
+    """The outer dimensions of a kernel's tensors (at most three), in the order in which `x` has them in memory."""
 
-    def __init__(self, shape: torch.Size, order: list[int]) -> None:
-        self._order = order
-        self._padding = (0,) * (3 - len(order))
+    def __init__(self, x: Tensor) -> None:
+        stride = x.stride()
+        self._order = sorted(range(x.dim() - 1), key=lambda dim: -stride[dim])
+        self._padding = (0,) * (4 - x.dim())
         self._kept: list[Tensor] = []
-        self.size = (c_int64 * 3)(*(1 for _ in self._padding), *(shape[dim] for dim in order))
+        self.size = (c_int64 * 3)(*(1 for _ in self._padding), *(x.shape[dim] for dim in self._order))
 
     def rows(self, tensor: Tensor | None) -> _Rows:
         """A kernel's view of `tensor`, or of a copy, which lives as long as this object, if its rows are not in one piece."""
@@ -226,7 +227,9 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: st
     """See `reference.rope`."""
     if not _supported(dtype, x) or not cos.dtype == sin.dtype == torch.float32 or x.dim() > 4:
         return reference.rope(x, cos, sin, table, compute, cast, dtype)
-    return _rotate(x, cos, sin, dtype, dtype, table == "bf16", cast, compute, cast, backward=False)
+    if table == "bf16":
+        cos, sin = cast_to(cos, dtype, cast), cast_to(sin, dtype, cast)
+    return _rotate(x, cos, sin, dtype, dtype, compute, cast, backward=False)
 
 
 def rope_backward(
@@ -235,8 +238,10 @@ def rope_backward(
     """See `reference.rope_backward`."""
     if not _supported(dtype, grad) or not cos.dtype == sin.dtype == torch.float32 or grad.dim() > 4:
         return reference.rope_backward(grad, cos, sin, table, compute, cast, dtype, x_dtype)
-    compute = "bf16" if compute == "bf16" and x_dtype == dtype else "fp32"
-    return _rotate(grad, cos, sin, dtype, x_dtype, table == "bf16", cast, compute, "rne", backward=True)
+    if table == "bf16":
+        cos, sin = cast_to(cos, dtype, cast), cast_to(sin, dtype, cast)
+    stepwise = compute == "bf16" and x_dtype == dtype
+    return _rotate(grad, cos, sin, dtype, x_dtype, "bf16" if stepwise else "fp32", "rne", backward=True)
 
 
 def _rotate(
@@ -245,26 +250,16 @@ def _rotate(
     sin: Tensor,
     dtype: torch.dtype,
     out_dtype: torch.dtype,
-    round_table: bool,
-    table_cast: str,
     compute: str,
     cast: str,
     backward: bool,
 ) -> Tensor:
     out = _like(x, out_dtype)
     if out.numel() > 0:
-        cos, sin = cos.expand(x.shape), sin.expand(x.shape)
-        # Rows that share a row of the table come one after the other; otherwise in the order they have in memory.
-        order = sorted(range(x.dim() - 1), key=lambda dim: (cos.stride()[dim] == 0, -x.stride()[dim]))
-        outer = _Outer(x.shape, order)
-        _run(
-            "rope",
-            _RopeArgs(
-                *(outer.rows(t) for t in (x, cos, sin, out)),
-                *(outer.size, x.shape[-1], _DTYPES[dtype], round_table, _CASTS[table_cast]),
-                *(_COMPUTES[compute], _CASTS[cast], backward),
-            ),
-        )
+        outer = _Outer(x)
+        tensors = (outer.rows(t) for t in (x, cos.expand(x.shape), sin.expand(x.shape), out))
+        settings = (_DTYPES[dtype], _COMPUTES[compute], _CASTS[cast], backward)
+        _run("rope", _RopeArgs(*tensors, outer.size, x.shape[-1], *settings))
     return _laid_out_like(x, out)
 
 
@@ -324,7 +319,7 @@ def add_rms_norm(
     out = _like(x, dtype if out_round else torch.float32)
     carry = None if carry_round is None else _like(x, dtype if carry_round else torch.float32)
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
-    outer = _Outer(x.shape, list(range(x.dim() - 1)))
+    outer = _Outer(x)
     _run(
         "add_rms_norm",
         _NormArgs(
@@ -370,8 +365,7 @@ def add_rms_norm_backward(
     # One tensor stands for both gradients where the inputs share a dtype.
     grad_residual = None if residual is None or residual.dtype == x.dtype else _like(residual, residual.dtype)
     # The weight's gradient is summed over rows in the order that the gradient at the output has in memory.
-    order = sorted(range(x.dim() - 1), key=lambda dim: -grad_out.stride()[dim])
-    outer = _Outer(x.shape, order)
+    outer = _Outer(grad_out)
     _run(
         "add_rms_norm_backward",
         _NormArgs(

@@ -269,17 +269,8 @@ float dot(const float* a, const float* b, int64_t n) {
 struct RopeArgs {
   Rows x, cos, sin, out;
   int64_t size[3], head_dim;
-  int32_t dtype, round_table, table_cast, compute, cast, backward;
+  int32_t dtype, compute, cast, backward;
 };
-
-template <typename T>
-void copy_table(float* to, const Rows& table, int64_t at, const RopeArgs& a, bool negate) {
-  for_vectors(a.head_dim, [&](int64_t i, auto count) {
-    V v = load<float>(table, at + i, count);
-    if (a.round_table) v = a.table_cast == kTowardZero ? round_to<T, kTowardZero>(v) : round_to<T, kNearestEven>(v);
-    (negate ? v.neg() : v).store(to + i, count);
-  });
-}
 
 template <typename T, Cast cast, RopeCompute compute>
 C10_ALWAYS_INLINE V rotated(V x, V cos, V partner, V sin) {
@@ -296,22 +287,20 @@ template <typename T, Cast cast, RopeCompute compute>
 void rope(const RopeArgs& a) {
   const int64_t half = a.head_dim / 2;
   at::parallel_for(0, row_count(a.size), std::max<int64_t>(1, kGrain / a.head_dim), [&](int64_t begin, int64_t end) {
-    std::vector<float> table(2 * a.head_dim);
-    float *cos = table.data(), *sin = cos + a.head_dim;
-    int64_t cos_at = -1, sin_at = -1;
     Place place(begin, a.size);
     for (int64_t row = begin; row < end; ++row, place.advance()) {
-      // The heads of one token share a row of the table.
-      if (const int64_t at = place.in(a.cos); at != cos_at) copy_table<T>(cos, a.cos, cos_at = at, a, false);
-      if (const int64_t at = place.in(a.sin); at != sin_at) copy_table<T>(sin, a.sin, sin_at = at, a, a.backward);
-      const int64_t x_at = place.in(a.x), out_at = place.in(a.out);
-      for_vectors(half, [&](int64_t i, auto count) {
-        const V first = load<T>(a.x, x_at + i, count), second = load<T>(a.x, x_at + half + i, count);
-        const V out_first = rotated<T, cast, compute>(first, load(cos + i, count), second.neg(), load(sin + i, count));
-        const V out_second =
-            rotated<T, cast, compute>(second, load(cos + half + i, count), first, load(sin + half + i, count));
-        store<T, cast>(out_first, a.out, out_at + i, count);
-        store<T, cast>(out_second, a.out, out_at + half + i, count);
+      const int64_t x = place.in(a.x), cos = place.in(a.cos), sin = place.in(a.sin), out = place.in(a.out);
+      for_vectors(half, [&](int64_t i, auto count) C10_ALWAYS_INLINE_ATTRIBUTE {
+        const int64_t j = half + i;
+        const V first = load<T>(a.x, x + i, count), second = load<T>(a.x, x + j, count);
+        V sin_first = load<T>(a.sin, sin + i, count), sin_second = load<T>(a.sin, sin + j, count);
+        if (a.backward) {
+          sin_first = sin_first.neg();
+          sin_second = sin_second.neg();
+        }
+        const V cos_first = load<T>(a.cos, cos + i, count), cos_second = load<T>(a.cos, cos + j, count);
+        store<T, cast>(rotated<T, cast, compute>(first, cos_first, second.neg(), sin_first), a.out, out + i, count);
+        store<T, cast>(rotated<T, cast, compute>(second, cos_second, first, sin_second), a.out, out + j, count);
       });
     }
   });
@@ -319,52 +308,102 @@ void rope(const RopeArgs& a) {
 
 // -- SwiGLU -----------------------------------------------------------------------------------------------------------
 
-#ifdef CPU_CAPABILITY_DEFAULT
-V exp(V x) { return x.exp(); }
-#else
-// Sleef_expf_u10, inlined: the same operations in the same order.
-C10_ALWAYS_INLINE V exp(V x) {
-  using Int = Vectorized<int32_t>;
-  const auto fma = [](V a, V b, V c) { return at::vec::fmadd(a, b, c); };
-  const auto pow2 = [](Int n) { return at::vec::cast<float>((n + Int(127)) << Int(23)); };
-  const V n32 = (x * V(1.442695040888963407359924681001892137426645954152985934135449406931f)).round();
-  const Int n = at::vec::convert_to_int_of_same_size(n32);
-  const V s = fma(n32, V(-1.428606765330187045e-06f), fma(n32, V(-0.693145751953125f), x));
-  V u(0.000198527617612853646278381f);
-  for (float c : {0.00139304355252534151077271f, 0.00833336077630519866943359f, 0.0416664853692054748535156f,
-                  0.166666671633720397949219f, 0.5f}) {
-    u = fma(u, s, V(c));
+using Int = Vectorized<int32_t>;
+
+// 2 * W consecutive elements as two vectors, in an order that load and store share: BF16's even and odd elements, which
+// takes no shuffles.
+struct Pair {
+  V a, b;
+};
+
+template <typename T>
+C10_ALWAYS_INLINE Pair load_pair(const T* p) {
+  if constexpr (std::is_same_v<T, at::BFloat16>) {
+    const Int bits = Int::loadu(p);
+    return {at::vec::cast<float>(bits << Int(16)), at::vec::cast<float>(bits & Int(0xFFFF0000))};
+  } else {
+    return {load(p, W), load(p + W, W)};
   }
+}
+
+// BF16 in the upper half of each number, whatever in the lower. Arithmetic on BF16 operands makes no NaN that this would
+// turn into something else: their payloads are BF16's or the processor's own.
+template <Cast cast>
+C10_ALWAYS_INLINE Int bf16_above(V x) {
+  const Int bits = at::vec::cast<int32_t>(x);
+  return cast == kTowardZero ? bits : bits + Int(0x7FFF) + ((bits >> Int(16)) & Int(1));
+}
+
+template <typename T, Cast cast>
+C10_ALWAYS_INLINE V round_in_pair(V x) {
+  if constexpr (std::is_same_v<T, at::BFloat16>) {
+    return at::vec::cast<float>(bf16_above<cast>(x) & Int(0xFFFF0000));
+  } else {
+    return round_to<T, cast>(x);
+  }
+}
+
+template <typename T, Cast cast>
+C10_ALWAYS_INLINE void store_pair(Pair x, T* p) {
+  if constexpr (std::is_same_v<T, at::BFloat16>) {
+    const Int even = (bf16_above<cast>(x.a) >> Int(16)) & Int(0xFFFF), odd = bf16_above<cast>(x.b) & Int(0xFFFF0000);
+    (even | odd).store(p);
+  } else {
+    store<T, cast>(x.a, p, std::is_same_v<T, float>, 0, W);
+    store<T, cast>(x.b, p, std::is_same_v<T, float>, W, W);
+  }
+}
+
+// Whether the short forms below, which need true fused multiply-adds, hold for every element.
+C10_ALWAYS_INLINE bool all_moderate(Pair x) {
+#ifdef CPU_CAPABILITY_DEFAULT
+  return false;
+#endif
+  return ((x.a.abs() <= V(80.0f)) & (x.b.abs() <= V(80.0f))).zero_mask() == 0;
+}
+
+// Sleef_expf_u10, the same operations in the same order, without what it does where x is not moderate.
+C10_ALWAYS_INLINE V exp_moderate(V x) {
+  const auto fma = [](V a, V b, V c) C10_ALWAYS_INLINE_ATTRIBUTE { return at::vec::fmadd(a, b, c); };
+  // Adding it rounds to an integer, which is then found in the lowest bits.
+  const V magic(12582912.0f);
+  const V shifted = x * V(1.442695040888963407359924681001892137426645954152985934135449406931f) + magic;
+  const V n = shifted - magic;
+  const V s = fma(n, V(-1.428606765330187045e-06f), fma(n, V(-0.693145751953125f), x));
+  V u = fma(V(0.000198527617612853646278381f), s, V(0.00139304355252534151077271f));
+  u = fma(u, s, V(0.00833336077630519866943359f));
+  u = fma(u, s, V(0.0416664853692054748535156f));
+  u = fma(u, s, V(0.166666671633720397949219f));
+  u = fma(u, s, V(0.5f));
   u = V(1.0f) + fma(s * s, u, s);
-  const Int half = n >> Int(1);
-  u = u * pow2(half) * pow2(n - half);
-  u = V::blendv(u, V(0.0f), x < V(-104.0f));
-  return V::blendv(u, V(std::numeric_limits<float>::infinity()), x > V(100.0f));
+  return at::vec::cast<float>(at::vec::cast<int32_t>(u) + (at::vec::cast<int32_t>(shifted) << Int(23)));
 }
-#endif
 
-C10_ALWAYS_INLINE V silu(V x) { return x / (V(1.0f) + exp(x.neg())); }
+struct Silu {
+  V value, sigmoid;
+};
+
+C10_ALWAYS_INLINE Silu silu_moderate(V x) {
+  const V below = V(1.0f) + exp_moderate(x.neg()), sigmoid = V(1.0f) / below;
+  // x / below without a second division: subtracting the excess makes it the same number (Markstein 1990), signed zero too.
+  const V value = x * sigmoid, excess = at::vec::fmadd(below, value, x.neg());
+  return {at::vec::fmadd(excess.neg(), sigmoid, value), sigmoid};
+}
+
+V silu(V x) { return x / (V(1.0f) + x.neg().exp()); }
+V sigmoid(V x) { return V(1.0f) / (V(1.0f) + x.neg().exp()); }
 float silu(float x) { return x / (1.0f + std::exp(-x)); }
+float sigmoid(float x) { return 1.0f / (1.0f + std::exp(-x)); }
 
-// The gradient at x from `grad` at silu(x).
-C10_ALWAYS_INLINE V silu_backward(V grad, V x) {
-  const V one(1.0f), sigmoid = one / (one + exp(x.neg()));
-  return grad * sigmoid * at::vec::fmadd(x, one - sigmoid, one);
-}
-float silu_backward(float grad, float x) {
-  const float sigmoid = 1.0f / (1.0f + std::exp(-x));
-#ifdef __FMA__
-  return grad * sigmoid * std::fma(x, 1.0f - sigmoid, 1.0f);
-#else
-  return grad * sigmoid * (1.0f + x * (1.0f - sigmoid));
-#endif
+C10_ALWAYS_INLINE V silu_backward(V grad, V x, V sigmoid) {
+  return grad * sigmoid * at::vec::fmadd(x, V(1.0f) - sigmoid, V(1.0f));
 }
 
 // silu whose sigmoid rounds after every step.
 template <typename T, Cast cast>
 V silu_bf16_sigmoid(V x) {
   const V one(1.0f);
-  const V y = round_to<T, cast>(one / round_to<T, cast>(one + round_to<T, cast>(exp(x.abs()))));
+  const V y = round_to<T, cast>(one / round_to<T, cast>(one + round_to<T, cast>(x.abs().exp())));
   return x * V::blendv(round_to<T, cast>(one - y), y, x < V(0.0f));
 }
 
@@ -375,54 +414,81 @@ struct GatedArgs {
   int32_t dtype, round_act, bf16_sigmoid, cast;
 };
 
-// Calls f(i, count, full) over [0, numel) in the shares and steps of ATen's pointwise loops. Where they are not in full
-// vectors they compute element by element, with libm's exp instead of Sleef's.
-template <typename F>
-void for_pointwise(int64_t numel, const F& f) {
+// Calls pairs(i) and then rest(i, count) over [0, numel) in the shares and steps of ATen's pointwise loops. What does not
+// fill a pair they compute element by element, with libm's exp instead of Sleef's.
+template <typename Pairs, typename Rest>
+void for_pointwise(int64_t numel, const Pairs& pairs, const Rest& rest) {
   at::parallel_for(0, numel, kGrain, [&](int64_t begin, int64_t end) {
-    const int64_t rest = (end - begin) % (2 * W), full_end = end - rest;
-    for_vectors(full_end - begin, [&](int64_t i, auto count) { f(begin + i, count, std::true_type{}); });
-    for_vectors(rest, [&](int64_t i, auto count) { f(full_end + i, count, std::false_type{}); });
+    int64_t i = begin;
+    for (; i + 2 * W <= end; i += 2 * W) pairs(i);
+    for (; i < end; i += W) rest(i, std::min(W, end - i));
   });
 }
 
 template <typename T, Cast cast>
 void gated_act(const GatedArgs& a) {
   const auto *gate = static_cast<const T*>(a.gate), *up = static_cast<const T*>(a.up);
-  for_pointwise(a.numel, [&](int64_t i, auto count, auto full) {
-    const V g = load(gate + i, count);
-    V activated;
-    if (a.bf16_sigmoid) {
-      activated = silu_bf16_sigmoid<T, cast>(g);
-    } else if constexpr (full) {
-      activated = silu(g);
+  const auto out = static_cast<T*>(a.out);
+  const bool round_act = a.round_act, bf16_sigmoid = a.bf16_sigmoid;
+  const auto pairs = [=](int64_t i) C10_ALWAYS_INLINE_ATTRIBUTE {
+    const Pair g = load_pair(gate + i), u = load_pair(up + i);
+    Pair activated;
+    if (bf16_sigmoid) {
+      activated = {silu_bf16_sigmoid<T, cast>(g.a), silu_bf16_sigmoid<T, cast>(g.b)};
+    } else if (all_moderate(g)) {
+      activated = {g.a / (V(1.0f) + exp_moderate(g.a.neg())), g.b / (V(1.0f) + exp_moderate(g.b.neg()))};
     } else {
-      activated = elementwise([](float x) { return silu(x); }, g);
+      activated = {silu(g.a), silu(g.b)};
     }
-    if (a.round_act) activated = round_to<T, cast>(activated);
-    store<T, cast>(activated * load(up + i, count), a.out, false, i, count);
-  });
+    if (round_act) activated = {round_in_pair<T, cast>(activated.a), round_in_pair<T, cast>(activated.b)};
+    store_pair<T, cast>({activated.a * u.a, activated.b * u.b}, out + i);
+  };
+  const auto rest = [=](int64_t i, int64_t count) {
+    const V g = load(gate + i, count);
+    V activated = bf16_sigmoid ? silu_bf16_sigmoid<T, cast>(g) : elementwise([](float x) { return silu(x); }, g);
+    if (round_act) activated = round_to<T, cast>(activated);
+    store<T, cast>(activated * load(up + i, count), out, std::is_same_v<T, float>, i, count);
+  };
+  for_pointwise(a.numel, pairs, rest);
 }
 
 template <typename T, Cast cast>
 void gated_act_backward(const GatedArgs& a) {
   const bool stepwise = a.round_act && !a.bf16_sigmoid;
   const auto *gate = static_cast<const T*>(a.gate), *up = static_cast<const T*>(a.up), *grad = static_cast<const T*>(a.grad);
-  for_pointwise(a.numel, [&](int64_t i, auto count, auto full) {
-    const V g = load(gate + i, count), d = load(grad + i, count);
-    V activated, d_activated = d * load(up + i, count), d_gate;
-    if (stepwise) d_activated = round_to<T, kNearestEven>(d_activated);
-    if constexpr (full) {
-      activated = silu(g);
-      d_gate = silu_backward(d_activated, g);
+  const auto grad_gate = static_cast<T*>(a.grad_gate), grad_up = static_cast<T*>(a.grad_up);
+  const auto pairs = [=](int64_t i) C10_ALWAYS_INLINE_ATTRIBUTE {
+    const Pair g = load_pair(gate + i), u = load_pair(up + i), d = load_pair(grad + i);
+    Silu first, second;
+    if (all_moderate(g)) {
+      first = silu_moderate(g.a);
+      second = silu_moderate(g.b);
     } else {
-      activated = elementwise([](float x) { return silu(x); }, g);
-      d_gate = elementwise([](float grad, float x) { return silu_backward(grad, x); }, d_activated, g);
+      first = {silu(g.a), sigmoid(g.a)};
+      second = {silu(g.b), sigmoid(g.b)};
     }
-    if (stepwise) activated = round_to<T, cast>(activated);
-    store<T, kNearestEven>(d_gate, a.grad_gate, false, i, count);
-    store<T, kNearestEven>(d * activated, a.grad_up, false, i, count);
-  });
+    Pair d_activated = {d.a * u.a, d.b * u.b};
+    if (stepwise) {
+      d_activated = {round_in_pair<T, kNearestEven>(d_activated.a), round_in_pair<T, kNearestEven>(d_activated.b)};
+      first.value = round_in_pair<T, cast>(first.value);
+      second.value = round_in_pair<T, cast>(second.value);
+    }
+    store_pair<T, kNearestEven>(
+        {silu_backward(d_activated.a, g.a, first.sigmoid), silu_backward(d_activated.b, g.b, second.sigmoid)}, grad_gate + i);
+    store_pair<T, kNearestEven>({d.a * first.value, d.b * second.value}, grad_up + i);
+  };
+  const auto rest = [=](int64_t i, int64_t count) {
+    const V g = load(gate + i, count), d = load(grad + i, count);
+    V activated = elementwise([](float x) { return silu(x); }, g), d_activated = d * load(up + i, count);
+    if (stepwise) {
+      activated = round_to<T, cast>(activated);
+      d_activated = round_to<T, kNearestEven>(d_activated);
+    }
+    const V s = elementwise([](float x) { return sigmoid(x); }, g);
+    store<T, kNearestEven>(silu_backward(d_activated, g, s), grad_gate, std::is_same_v<T, float>, i, count);
+    store<T, kNearestEven>(d * activated, grad_up, std::is_same_v<T, float>, i, count);
+  };
+  for_pointwise(a.numel, pairs, rest);
 }
 
 // -- Residual add + RMSNorm -------------------------------------------------------------------------------------------
@@ -439,7 +505,7 @@ struct NormArgs {
 template <typename T>
 std::vector<float> weight_in_fp32(const NormArgs& a) {
   std::vector<float> weight(a.hidden);
-  for_vectors(a.hidden, [&](int64_t i, auto count) { load<T>(a.weight, a.weight_wide, i, count).store(&weight[i], count); });
+  for_vectors(a.hidden, [&](int64_t i, auto count) C10_ALWAYS_INLINE_ATTRIBUTE { load<T>(a.weight, a.weight_wide, i, count).store(&weight[i], count); });
   return weight;
 }
 
@@ -455,7 +521,7 @@ class SumRow {
 
   void read(const Place& place) {
     const int64_t x_at = place.in(a_.x), residual_at = place.in(a_.residual), carry_at = place.in(a_.carry);
-    for_vectors(a_.hidden, [&](int64_t i, auto count) {
+    for_vectors(a_.hidden, [&](int64_t i, auto count) C10_ALWAYS_INLINE_ATTRIBUTE {
       V sum = load<T>(a_.x, x_at + i, count);
       if (a_.residual.data) sum = load<T>(a_.residual, residual_at + i, count) + sum;
       if (a_.carry.data) store<T, cast>(sum, a_.carry, carry_at + i, count);
@@ -482,7 +548,7 @@ void add_rms_norm(const NormArgs& a) {
       const float rstd = 1.0f / std::sqrt(mean_square + a.eps);
       static_cast<float*>(a.rstd.data)[place.in(a.rstd)] = rstd;
       const int64_t out_at = place.in(a.out);
-      for_vectors(a.hidden, [&](int64_t i, auto count) {
+      for_vectors(a.hidden, [&](int64_t i, auto count) C10_ALWAYS_INLINE_ATTRIBUTE {
         V normalised = load(sum.seen_by_norm() + i, count) * V(rstd);
         if (a.norm_round) normalised = round_to<T, cast>(normalised);
         store<T, cast>(normalised * load(&weight[i], count), a.out, out_at + i, count);
@@ -508,7 +574,7 @@ void add_rms_norm_backward(const NormArgs& a) {
       sum.read(place);
       const float rstd = static_cast<const float*>(a.rstd.data)[place.in(a.rstd)];
       const int64_t grad_at = place.in(a.grad_out);
-      for_vectors(a.hidden, [&](int64_t i, auto count) {
+      for_vectors(a.hidden, [&](int64_t i, auto count) C10_ALWAYS_INLINE_ATTRIBUTE {
         V normalised = load(sum.seen_by_norm() + i, count) * V(rstd);
         if (a.norm_round) normalised = round_to<T, cast>(normalised);
         const V d = load<T>(a.grad_out, grad_at + i, count);
@@ -521,7 +587,7 @@ void add_rms_norm_backward(const NormArgs& a) {
         d_w.store(&d_weight[i], count);
       });
       float* block_sum = &block_sums[row / step * whole];
-      for_vectors(whole, [&](int64_t i, auto count) {
+      for_vectors(whole, [&](int64_t i, auto count) C10_ALWAYS_INLINE_ATTRIBUTE {
         (load(block_sum + i, count) + load(&d_weight[i], count)).store(block_sum + i, count);
       });
       std::copy_n(d_weight.data() + whole, rest, rest_rows.data() + row * rest);
@@ -530,7 +596,7 @@ void add_rms_norm_backward(const NormArgs& a) {
       const float d_rstd = dot(d_normalised.data(), sum.seen_by_norm(), a.hidden);
       const float d_square = -0.5f * d_rstd * (rstd * rstd * rstd) / static_cast<float>(a.hidden);
       const int64_t carry_at = place.in(a.grad_carry), x_at = place.in(a.grad_x), residual_at = place.in(a.grad_residual);
-      for_vectors(a.hidden, [&](int64_t i, auto count) {
+      for_vectors(a.hidden, [&](int64_t i, auto count) C10_ALWAYS_INLINE_ATTRIBUTE {
         V d = load(&d_normalised[i], count) * V(rstd) + V(d_square) * (V(2.0f) * load(sum.seen_by_var() + i, count));
         if (a.stepwise) d = round_to<T, kNearestEven>(d);
         if (a.grad_carry.data) d = d + load<T>(a.grad_carry, carry_at + i, count);

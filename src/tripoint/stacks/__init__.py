@@ -21,28 +21,33 @@ __all__ = [
     "Stack",
     "StackName",
     "end_tokens",
+    "is_stack",
     "open_stack",
     "parse_stack",
     "vocab_size",
 ]
 
-MODES = {"hf": ("", "compile", "autocast"), "vllm": ("", "eager")}
-GRAMMAR = "hf, hf:compile, hf:autocast, vllm, vllm:eager, emulated:TARGET, rollouts:FILE"
+MODES = {"hf": ("", "compile", "autocast"), "vllm": ("", "eager"), "mlx": ("",)}
+GRAMMAR = "hf, hf:compile, hf:autocast, vllm, vllm:eager, mlx, http://HOST:PORT, emulated:TARGET, rollouts:FILE"
 
 
 @dataclass(frozen=True)
 class StackName:
-    """A STACK as typed, taken apart: `kind` is hf, vllm, emulated or rollouts, `detail` the mode, target or file."""
+    """A STACK as typed, taken apart: `kind` is hf, vllm, mlx, http, emulated or rollouts, `detail` the mode, URL, target or file."""
 
     kind: str
     detail: str
 
     def __str__(self) -> str:
+        if self.kind == "http":
+            return self.detail
         return f"{self.kind}:{self.detail}" if self.detail else self.kind
 
 
 def parse_stack(name: str) -> StackName:
     """Take a STACK apart. Raises UsageError for one that does not exist, naming the nearest that does."""
+    if name.startswith(("http://", "https://")):
+        return StackName("http", name)
     kind, _, detail = name.partition(":")
     if detail in MODES.get(kind, ()):
         return StackName(kind, detail)
@@ -55,6 +60,15 @@ def parse_stack(name: str) -> StackName:
     nearest = get_close_matches(name, [*known, "emulated", "rollouts"], n=1, cutoff=0.5)
     hint = f"did you mean `{nearest[0]}`? " if nearest else ""
     raise UsageError(f"unknown stack `{name}`: {hint}There are {GRAMMAR}")
+
+
+def is_stack(name: str) -> bool:
+    """Whether `name` is a STACK rather than a target: a profile such as `vllm@0.32` or `vllm/cuda` names its parts."""
+    try:
+        parse_stack(name)
+    except UsageError:
+        return False
+    return True
 
 
 def open_stack(
@@ -84,4 +98,12 @@ def open_stack(
             from tripoint.stacks.vllm import VllmStack
 
             return VllmStack(model, eager=stack.detail == "eager", options=options or EngineOptions())
+        case "mlx":
+            from tripoint.stacks.mlx import MlxStack
+
+            return MlxStack(model)
+        case "http":
+            from tripoint.stacks.http import HttpStack
+
+            return HttpStack(stack.detail, model)
     raise UsageError(f"stack `{name}` is a recording: it can be the engine of `drift` and `diagnose`, but runs no model")

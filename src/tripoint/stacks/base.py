@@ -82,8 +82,8 @@ class Stack(ABC):
     ) -> list[Rollout]:
         """One completion of at most `max_tokens` tokens for each prompt (token ids), in the prompts' order.
 
-        `temperature` (0 to 2) shapes what is sampled (0: the most likely token), not the log-probabilities, which are always those of
-        the raw distribution. For several completions of a prompt, repeat the prompt.
+        `temperature` (0 to 2) shapes what is sampled (0: the most likely token), not the log-probabilities, which are always
+        those of the raw distribution. For several completions of a prompt, repeat the prompt.
         """
 
     @abstractmethod

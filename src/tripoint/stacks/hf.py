@@ -82,7 +82,7 @@ class HFStack(Stack):
         self._check([*rollout.prompt_ids, *rollout.completion_ids] for rollout in rollouts)
         scores: dict[int, list[float]] = {}
         lengths = [len(rollout.prompt_ids) + len(rollout.completion_ids) for rollout in rollouts]
-        for batch in _equal_lengths(lengths, lambda length: max(1, BATCH_TOKENS // length)):
+        for batch in equal_lengths(lengths, lambda length: max(1, BATCH_TOKENS // length)):
             scores.update(zip(batch, self._score_batch([rollouts[i] for i in batch]), strict=True))
             if progress:
                 progress(len(batch))
@@ -189,7 +189,7 @@ class HFStack(Stack):
     def _prefill(self, prompts: list[Sequence[int]]) -> tuple[torch.Tensor, transformers.DynamicCache]:
         """FP32 logits (batch, vocabulary) after each prompt, and the KV cache of all, zeros on the left of the shorter ones."""
         parts: list[tuple[list[int], torch.Tensor, transformers.DynamicCache]] = []
-        for group in _equal_lengths([len(prompt) for prompt in prompts], lambda length: max(1, BATCH_TOKENS // length)):
+        for group in equal_lengths([len(prompt) for prompt in prompts], lambda length: max(1, BATCH_TOKENS // length)):
             ids = torch.tensor([list(prompts[i]) for i in group], device=self.device)
             part = transformers.DynamicCache(config=self.model.config)
             parts.append((group, self._next_logits(ids, part), part))
@@ -222,7 +222,7 @@ def _draw(logits: torch.Tensor, temperature: float, uniform: torch.Tensor) -> to
     return torch.searchsorted(below, uniform[:, None] * below[:, -1:], right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
 
 
-def _equal_lengths(lengths: Sequence[int], rows: Callable[[int], int]) -> Iterator[list[int]]:
+def equal_lengths(lengths: Sequence[int], rows: Callable[[int], int]) -> Iterator[list[int]]:
     """The indices of `lengths` in batches of one length each, at most `rows(length)` together."""
     groups: dict[int, list[int]] = defaultdict(list)
     for index, length in enumerate(lengths):
