@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from tiny import config
 from transformers import AutoModelForCausalLM
 
+from tiny import config
 from tripoint import align
 from tripoint.stacks import Rollout
 

@@ -81,25 +81,23 @@ def layers_wrapped(model: Any, **options: Any) -> Any:
     return model
 
 
-MOVES = ("R1 S1 N1", "R1 S1 N1 cast=rope:rtz", "R1 S3 N1", "R1 S3 N2", "R1 S3 N2 qk=none", ENGINE, "R3 S3 N3 carry=fp32")
-
-
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("compiled", [whole, in_place, layer_by_layer, layers_wrapped])
-def test_no_graph_outlives_an_alignment(compiled: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_graph_outlives_an_alignment(compiled: Callable[..., Any]) -> None:
     """Aligned underneath; each move, also one of a single field, is compiled anew, and so is what undo brings back."""
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 64)
     backend = CompileCounterWithBackend("eager")
-    model = tiny("qwen3")
+    plain, model, ids = tiny("qwen3", num_hidden_layers=1), tiny("qwen3", num_hidden_layers=1), tokens()
     outer = compiled(model, backend=backend)
-    assert gives(outer, None)
-    for target in MOVES:
+    before = logits(plain, ids, use_cache=False)
+    assert same(logits(outer, ids, use_cache=False), before)
+    for target in ("R1 S1 N1 cast=rope:rtz", "R1 S1 N1", "R1 S1 N2 qk=none", ENGINE):
         graphs = backend.frame_count
+        align(plain, target)
         alignment = align(model if target == ENGINE else outer, target)
-        assert gives(outer, target)
+        assert same(logits(outer, ids, use_cache=False), logits(plain, ids, use_cache=False))
         assert backend.frame_count > graphs
     alignment.undo()
-    assert gives(outer, None)
+    assert same(logits(outer, ids, use_cache=False), before)
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
@@ -117,27 +115,26 @@ def test_layers_share_a_compiled_graph(target: str | None, graphs: int) -> None:
 
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=["bf16", "autocast"])
-@pytest.mark.parametrize("target", [ENGINE, "R4 S1 N4 carry=fp32 qk=norm"])
-def test_a_compiled_aligned_model_trains_as_the_eager_one(dtype: torch.dtype, target: str) -> None:
-    """One graph, forward and backward."""
-    model, ids = tiny("qwen3", dtype=dtype), tokens()
-    align(model, target)
+def test_a_compiled_aligned_model_trains_as_the_eager_one(dtype: torch.dtype) -> None:
+    """In one graph, forward and backward. (Without a cache some gradients differ, and the same ones in the unaligned model.)"""
+    model, ids = tiny("qwen3", dtype=dtype, num_hidden_layers=2), tokens()
+    align(model, ENGINE)
     with torch.autocast("cpu", dtype=BF16, enabled=dtype == torch.float32):
-        eager = step(model, ids, use_cache=False)
+        eager = step(model, ids)
         model.compile(backend="aot_eager", fullgraph=True)
-        assert differing(step(model, ids, use_cache=False), eager) == []
+        assert differing(step(model, ids), eager) == []
 
 
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_inductor_moves_no_rounding_of_an_aligned_model() -> None:
     """It does in the unaligned one, which is the control."""
-    model = tiny("qwen3", num_hidden_layers=1)
-    eager = logits(model, tokens(), use_cache=False)
+    model, ids = tiny("llama", num_hidden_layers=1), tokens()
+    eager = logits(model, ids, use_cache=False)
     outer = torch.compile(model, fullgraph=True)
-    assert not same(logits(outer, tokens(), use_cache=False), eager)
+    assert not same(logits(outer, ids, use_cache=False), eager)
     align(outer, ENGINE)
-    compiled = logits(outer, tokens(), use_cache=False)
-    assert same(compiled, logits(model, tokens(), use_cache=False))
+    compiled = logits(outer, ids, use_cache=False)
+    assert same(compiled, logits(model, ids, use_cache=False))
     assert not same(compiled, eager)
 
 
@@ -361,6 +358,14 @@ def liger_rotary_pos_emb(q, k, cos, sin, unsqueeze_dim=1):
 """
 
 
+KERNEL = """
+import torch
+class Kernel(torch.nn.Module):
+    def forward(self, *args):
+        raise AssertionError("their kernel ran")
+"""
+
+
 def package(name: str, code: str) -> Any:
     module = types.ModuleType(name)
     exec(code, vars(module))
@@ -415,8 +420,7 @@ def test_a_model_whose_instances_liger_patched_is_taken_over() -> None:
 
 def test_hub_kernels_are_refused_by_the_name_of_their_package() -> None:
     """`kernelize` binds a kernel's forward to the instance, and makes a module of the rotation for that purpose."""
-    code = "import torch\nclass Kernel(torch.nn.Module):\n    def forward(self, *args):\n        raise AssertionError('their kernel ran')"
-    kernel = package("rmsnorm_0a1b.layers", code).Kernel
+    kernel = package("rmsnorm_0a1b.layers", KERNEL).Kernel
     model = tiny("qwen3")
     bind(model.model.layers[2].input_layernorm, kernel)
     with pytest.raises(UsageError, match=r"model\.layers\.2\.input_layernorm \(.*Qwen3RMSNorm\) runs code of rmsnorm_0a1b"):

@@ -20,7 +20,12 @@ from tripoint.cli import main
 from tripoint.drift.mismatch import MAXIMA, Mismatch
 from tripoint.stacks import Rollout, open_stack
 
-TRIPOINT = [sys.executable, "-c", "from tripoint.cli import main; main()"]
+TRIPOINT = Path(sys.executable).with_name("tripoint")
+
+
+def heed_interrupts() -> None:
+    """Undo what a shell does to jobs in the background: they ignore Ctrl-C, and so would everything they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 @dataclass
@@ -262,13 +267,14 @@ def test_too_few_tokens_is_exit_code_3(run: Run, model: Path) -> None:
 
 
 def test_ctrl_c_is_exit_code_130_without_a_traceback(model: Path) -> None:
-    command = [*TRIPOINT, "drift", str(model), "--engine", "hf", "--tokens", "100000000"]
+    command = [TRIPOINT, "drift", str(model), "--engine", "hf", "--tokens", "100000000"]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
-        env=os.environ | {"PYTHONUNBUFFERED": "1", "TTY_COMPATIBLE": "1"},
+        env=os.environ | {"TTY_COMPATIBLE": "1"},
         text=True,
+        preexec_fn=heed_interrupts,
     ) as process:
         assert process.stderr is not None
         seen = ""

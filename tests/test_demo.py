@@ -14,12 +14,17 @@ import pytest
 
 from tripoint.profiles import resolve_target
 
-TRIPOINT = [sys.executable, "-c", "from tripoint.cli import main; main()"]
+TRIPOINT = Path(sys.executable).with_name("tripoint")
+
+
+def heed_interrupts() -> None:
+    """Undo what a shell does to jobs in the background: they ignore Ctrl-C, and so would everything they start."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def test_diagnose_with_a_real_engine(tmp_path: Path) -> None:
     """Uncompiled, since that starts five times faster; `make demo` is the same with the compiled default."""
-    command = [*TRIPOINT, "diagnose", "--engine", "vllm:eager", "--tokens", "400", "--out", str(tmp_path)]
+    command = [TRIPOINT, "diagnose", "--engine", "vllm:eager", "--tokens", "400", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
@@ -48,9 +53,14 @@ def test_diagnose_with_a_real_engine(tmp_path: Path) -> None:
 )
 def test_an_end_halfway(interrupted: str, code: int, said: str) -> None:
     """vLLM is killed, or the user presses Ctrl-C, while tokens are sampled: the right exit code, and no process left."""
-    command = [*TRIPOINT, "drift", "--engine", "vllm:eager", "--tokens", "1000000"]
+    command = [TRIPOINT, "drift", "--engine", "vllm:eager", "--tokens", "1000000"]
     with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=os.environ | {"TTY_COMPATIBLE": "1"}, text=True
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"TTY_COMPATIBLE": "1"},
+        text=True,
+        preexec_fn=heed_interrupts,
     ) as process:
         assert process.stderr is not None
         seen = ""

@@ -371,9 +371,7 @@ else:
 
 
 @pytest.mark.vllm
-@pytest.mark.parametrize(
-    ("state", "ended_by"), [("starting", signal.SIGINT), ("running", signal.SIGINT), ("running", signal.SIGKILL)]
-)
+@pytest.mark.parametrize(("state", "ended_by"), [("starting", signal.SIGINT), ("running", signal.SIGKILL)])
 def test_the_engine_does_not_outlive_us(model: Path, state: str, ended_by: signal.Signals) -> None:
     with subprocess.Popen(
         [sys.executable, "-c", PARENT, str(model), state], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True

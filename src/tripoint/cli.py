@@ -208,7 +208,7 @@ def _measured_or_named(side: str) -> Target:
 
 def _fingerprint(stack: str, like: str | None, full_shape: bool, in_place: bool) -> Fingerprint:
     """Ask `stack`, saying on stderr what is being waited for."""
-    from tripoint.canary import CanaryShape, build, fingerprint_in_place, fingerprint_stack
+    from tripoint.canary import CanaryShape, fingerprint_in_place, fingerprint_stack
     from tripoint.models import resolve_model
     from tripoint.stacks import Stack, open_stack, parse_stack
 
@@ -227,7 +227,7 @@ def _fingerprint(stack: str, like: str | None, full_shape: bool, in_place: bool)
         with open_stack(stack, model) as running:
             return fingerprint_in_place(running, model)
     shape = CanaryShape() if model is None else CanaryShape.like(model, full_shape)
-    _say(f"canary checkpoint of {build(shape).size / 1e6:,.0f} MB")
+    _say(f"canary checkpoint of {shape.size / 1e6:,.0f} MB")
 
     def open_on(directory: Path) -> Stack:
         if name.kind == "http":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,11 +53,6 @@ class Canary:
         """Every weight by its checkpoint name, in BF16, made one at a time."""
         return self.circuit.tensors()
 
-    @property
-    def size(self) -> int:
-        """Bytes of the checkpoint's weights."""
-        return 2 * sum(math.prod(shape) for shape in self.shape.weights().values())
-
     def words(self, tokens: tuple[int, ...]) -> str:
         """A prompt as text that the canary's tokenizer turns into these ids."""
         return " ".join(self.circuit.words[token] for token in tokens)
@@ -94,16 +88,17 @@ def build(shape: CanaryShape = CanaryShape(), seed: int = 0) -> Canary:  # noqa:
         questions.append(norm(circuit, rng, "input", layer))
         questions.append(norm(circuit, rng, "post_attention", layer))
     questions.append(norm(circuit, rng, "final", shape.layers - 1))
-    adds = 2 * shape.layers - 1
+    # Carry takes what is left: six prompts tell one add's roundings apart three times, and one whether it rounds at all.
     left = MOST_PROMPTS - sum(len(question.prompts) for question in questions)
-    # Two prompts tell one add's candidates apart, once.
-    times = max(1, left // (2 * adds))
+    adds = min(2 * shape.layers - 1, left)
     for add in range(adds):
-        questions.append(carry(circuit, rng, add, min(times, 3), in_decode=add // 2 in (0, probed[-1])))
+        ends = add // 2 in (0, shape.layers - 1)
+        questions.append(carry(circuit, rng, add, times=min(left // (2 * adds), 3), in_decode=ends))
     return Canary(shape, seed, tuple(questions), circuit)
 
 
 def _probed_layers(shape: CanaryShape) -> list[int]:
     """The layers in which SwiGLU and the norms are asked: the first, the last, and where there is room the middle one."""
     last = shape.layers - 1
-    return sorted({0, last // 2, last} if shape.hidden >= 128 else {0, last})
+    roomy = shape.hidden >= 128 and shape.layers <= 12
+    return sorted({0, last // 2, last} if roomy else {0, last})

@@ -255,26 +255,32 @@ def carry_source(circuit: Circuit, add: int) -> str:
 
 
 def carry(circuit: Circuit, rng: np.random.Generator, add: int, times: int, in_decode: bool) -> Question:
-    """Residual add `add` makes an inexact sum, the next one takes a BF16 number near it away."""
+    """Residual add `add` makes an inexact sum, the next one takes a BF16 number near it away.
+
+    With `times` 0, one prompt asks whether the add rounds, and not how.
+    """
     sources = carry_source(circuit, add), carry_source(circuit, add + 1)
     start = bf16(rng.uniform(0.5, 0.99, PROPOSALS))
     fraction = rng.choice([0.3, 0.4, 0.6, 0.7], PROPOSALS) * rng.choice([-1, 1], PROPOSALS)
     added = bf16(fraction * rng.uniform(0.9, 1.1, PROPOSALS) * ulp(start))
     total = start + added
-    candidates, outcomes = [], []
-    margin = np.full(PROPOSALS, np.inf)
+    outcomes, margin = [], np.full(PROPOSALS, np.inf)
     for cast in CASTS:
         rounded = Rounding(cast, PROPOSALS)
         outcomes.append(rounded(total))
-        candidates.append(Candidate((), {f"carry.{add}": cast}))
         np.minimum(margin, rounded.margin, out=margin)
-    candidates.append(Candidate((), {f"carry.{add}": "unrounded"}))
+    names: list[str] = [*CASTS, "unrounded"]
+    if times == 0:
+        margin[outcomes[0] != outcomes[1]] = 0
+        outcomes, names = outcomes[:1], ["rounded", "unrounded"]
     reference = _one_of(np.stack(outcomes, 1), rng)
-    outcomes.append(total)
+    expected = np.sign(np.stack([*outcomes, total], 1) - reference[:, None]).astype(np.int8)
+    candidates = [Candidate((), {f"carry.{add}": name}) for name in names]
 
     def tokens(i: int) -> tuple[int, ...]:
         row = {"one": UNIT, "self": UNIT, "result": start[i], sources[0]: added[i], sources[1]: -reference[i]}
         return (circuit.token(f"carry{add}.{i}", row),)
 
-    expected = np.sign(np.stack(outcomes, 1) - reference[:, None]).astype(np.int8)
-    return question(circuit, f"carry.{add}", f"add {add}", candidates, expected, tokens, margin, times, in_decode=in_decode)
+    return question(
+        circuit, f"carry.{add}", f"add {add}", candidates, expected, tokens, margin, max(1, times), in_decode=in_decode
+    )

@@ -243,20 +243,20 @@ class _Reading:
         rounding: list[int] = []
         known = True
         for add, question in enumerate(questions):
-            values = {
-                value for i in self._fitting(question.subject, [question]) for value in question.candidates[i].fields.values()
-            }
-            known &= bool(values) and (values == {"unrounded"} or "unrounded" not in values)
-            if values - {"unrounded"}:
+            fit = self._fitting(question.subject, [question])
+            names = {str(question.candidates[i]) for i in fit}
+            known &= bool(names) and (names == {"unrounded"} or "unrounded" not in names)
+            if names & {"rne", "rtz", "rounded"}:
                 rounding.append(add)
-            site = "input" if add % 2 else "post_attention"
-            cast = self.fields.get(f"norm.{site}.cast")
-            if known and add in rounding and cast is not None and cast not in values:
-                self.findings.append(f"carry: add {add} rounds {values.pop()}, but the norm behind it {cast}")
+            cast = self.fields.get("norm.input.cast" if add % 2 else "norm.post_attention.cast")
+            if names in ({"rne"}, {"rtz"}) and cast is not None and cast not in names:
+                self.findings.append(f"carry: add {add} rounds {names.pop()}, but the norm behind it {cast}")
         if known:
             self.fields["carry"] = carry_of(rounding, len(questions))
         else:
             self.undetermined.append("carry")
+        if len(questions) < 2 * self.canary.shape.layers - 1:
+            self.notes.append(f"carry was asked at the first {len(questions)} residual adds only")
 
     def schedule(self) -> RoundingSchedule | None:
         if self.undetermined:

@@ -78,6 +78,7 @@ class _Bench:
         fast = 8 if self.shape.hidden >= 128 else 3
         self.pairs = sorted({*range(fast), self.half // 4, self.half // 2})
         self.longest = min(LONG, self.shape.max_positions - 2)
+        self.usual = min(SHORT, self.longest)
         self.rotary = self.shape.rotary
         # The angle can be asked of plain RoPE only, and of pairs on whose frequency all power functions agree.
         self.angle_pairs: list[int] = []
@@ -195,19 +196,19 @@ class _Bench:
     def propose_queries(self) -> Proposals:
         """Key at position 0, all of the query meets it."""
         drawn = self._draw(_PROPOSALS, self.pairs)
-        drawn["at"] = self.rng.integers(2, SHORT, len(drawn))
+        drawn["at"] = self.rng.integers(2, self.usual, len(drawn))
         return self._cancel(drawn, "ky")
 
     def propose_lone_queries(self) -> Proposals:
         """Key at position 0, only one element of the rotated query meets it: its sign is asked, not its last rounding."""
         drawn = self._draw(_PROPOSALS, self.pairs)
         drawn["q_rstd"] = self.rng.uniform(1.0005, 1.0065, len(drawn))
-        return self._alone(drawn, 2, SHORT)
+        return self._alone(drawn, 2, self.usual)
 
     def propose_keys(self) -> Proposals:
         drawn = self._draw(_PROPOSALS, self.pairs)
-        drawn["key_at"] = self.rng.integers(1, SHORT - 2, len(drawn))
-        drawn["at"] = self.rng.integers(drawn["key_at"] + 2, SHORT)
+        drawn["key_at"] = self.rng.integers(1, self.usual - 2, len(drawn))
+        drawn["at"] = self.rng.integers(drawn["key_at"] + 2, self.usual)
         drawn["k_rstd"] = np.where(self.rng.random(len(drawn)) < 0.5, RSTD, self.rng.uniform(1.0005, 1.0065, len(drawn)))
         along_x = self.rng.random(len(drawn)) < 0.5
         drawn["qx"], drawn["qy"] = along_x, ~along_x

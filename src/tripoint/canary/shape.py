@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -56,11 +57,10 @@ class CanaryShape:
             raise UsageError(f"{where}: no such layout{suggest(self.architecture, list(ARCHITECTURES))}")
         if self.act not in ACTIVATIONS:
             raise UsageError(f"{where}: hidden_act={self.act} is not a gate we emulate{suggest(self.act, list(ACTIVATIONS))}")
-        if self.hidden < 64 or self.head_dim < 32 or self.head_dim % 2 or self.layers < 1:
-            raise UsageError(
-                f"{where}: hidden {self.hidden}, head_dim {self.head_dim}, layers {self.layers}: a canary needs "
-                "hidden >= 64, an even head_dim >= 32 and a layer"
-            )
+        least = {"hidden_size": (self.hidden, 64), "head_dim": (self.head_dim, 32), "num_hidden_layers": (self.layers, 1)}
+        for name, (value, needed) in (least | {"max_position_embeddings": (self.max_positions, 16)}).items():
+            if value < needed:
+                raise UsageError(f"{where}: {name} is {value}; a canary needs {needed} or more")
 
     @property
     def qk_norm(self) -> bool:
@@ -173,6 +173,11 @@ class CanaryShape:
         if not self.tied:
             shapes["lm_head.weight"] = (self.vocab, hidden)
         return shapes
+
+    @property
+    def size(self) -> int:
+        """Bytes of the checkpoint's weights."""
+        return 2 * sum(math.prod(shape) for shape in self.weights().values())
 
     @property
     def rotary(self) -> Rotary:

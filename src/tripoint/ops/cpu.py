@@ -23,6 +23,7 @@ from torch import Tensor
 from tripoint.models import cache_dir
 from tripoint.ops import reference
 from tripoint.ops.backend import BackendError
+from tripoint.ops.layout import laid_out_like, rows_like, whole_rows
 
 _SOURCE = Path(__file__).with_name("cpu_kernels.cpp")
 
@@ -188,20 +189,6 @@ def _wide(tensor: Tensor | None) -> bool:
     return tensor is not None and tensor.dtype == torch.float32
 
 
-def _like(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """An empty tensor laid out like `x`, if that leaves rows whole; otherwise contiguous."""
-    out = torch.empty_like(x, dtype=dtype)
-    return out if out.stride(-1) == 1 else out.contiguous()
-
-
-def _laid_out_like(x: Tensor, out: Tensor) -> Tensor:
-    """`out` in the layout that `torch.empty_like(x)` has, which is what the fake kernels promise the compiler."""
-    if x.is_contiguous() and out.is_contiguous():
-        return out
-    wanted = torch.empty_like(x, dtype=out.dtype)
-    return out if wanted.stride() == out.stride() else wanted.copy_(out)
-
-
 class _Outer:
     """The outer dimensions of a kernel's tensors (at most three), in the order in which `x` has them in memory."""
 
@@ -213,12 +200,11 @@ class _Outer:
         self.size = (c_int64 * 3)(*(1 for _ in self._padding), *(x.shape[dim] for dim in self._order))
 
     def rows(self, tensor: Tensor | None) -> _Rows:
-        """A kernel's view of `tensor`, or of a copy, which lives as long as this object, if its rows are not in one piece."""
+        """A kernel's view of `tensor`, which lives as long as this object."""
         if tensor is None:
             return _Rows()
-        if tensor.stride(-1) != 1:
-            tensor = tensor.contiguous()
-            self._kept.append(tensor)
+        tensor = whole_rows(tensor)
+        self._kept.append(tensor)
         stride = tensor.stride()
         return _Rows(tensor.data_ptr(), (*self._padding, *(stride[dim] for dim in self._order)), _wide(tensor))
 
@@ -254,13 +240,13 @@ def _rotate(
     cast: str,
     backward: bool,
 ) -> Tensor:
-    out = _like(x, out_dtype)
+    out = rows_like(x, out_dtype)
     if out.numel() > 0:
         outer = _Outer(x)
         tensors = (outer.rows(t) for t in (x, cos.expand(x.shape), sin.expand(x.shape), out))
         settings = (_DTYPES[dtype], _COMPUTES[compute], _CASTS[cast], backward)
         _run("rope", _RopeArgs(*tensors, outer.size, x.shape[-1], *settings))
-    return _laid_out_like(x, out)
+    return laid_out_like(x, out)
 
 
 def gated_act(gate: Tensor, up: Tensor, act: str, silu_round: bool, sig: str, cast: str) -> Tensor:
@@ -278,7 +264,7 @@ def gated_act(gate: Tensor, up: Tensor, act: str, silu_round: bool, sig: str, ca
             *(_DTYPES[dtype], silu_round, sig == "bf16", _CASTS[cast]),
         ),
     )
-    return _laid_out_like(gate, out)
+    return laid_out_like(gate, out)
 
 
 def gated_act_backward(
@@ -297,7 +283,7 @@ def gated_act_backward(
             *(gates.numel(), _DTYPES[dtype], silu_round, sig == "bf16", _CASTS[cast]),
         ),
     )
-    return _laid_out_like(gate, grad_gate), _laid_out_like(up, grad_up)
+    return laid_out_like(gate, grad_gate), laid_out_like(up, grad_up)
 
 
 def add_rms_norm(
@@ -316,8 +302,8 @@ def add_rms_norm(
     if not _supported(dtype, x, residual, weight) or x.dim() > 4:
         return reference.add_rms_norm(x, residual, weight, eps, sum_round, norm_round, out_round, carry_round, cast, dtype)
     weight = weight.contiguous()
-    out = _like(x, dtype if out_round else torch.float32)
-    carry = None if carry_round is None else _like(x, dtype if carry_round else torch.float32)
+    out = rows_like(x, dtype if out_round else torch.float32)
+    carry = None if carry_round is None else rows_like(x, dtype if carry_round else torch.float32)
     rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
     outer = _Outer(x)
     _run(
@@ -339,7 +325,7 @@ def add_rms_norm(
             cast=_CASTS[cast],
         ),
     )
-    return _laid_out_like(x, out), x.new_empty(0) if carry is None else _laid_out_like(x, carry), rstd
+    return laid_out_like(x, out), x.new_empty(0) if carry is None else laid_out_like(x, carry), rstd
 
 
 def add_rms_norm_backward(
@@ -361,9 +347,9 @@ def add_rms_norm_backward(
             grad_out, grad_carry, x, residual, weight, rstd, sum_round, norm_round, out_round, cast, dtype
         )
     weight = weight.contiguous()
-    grad_x, grad_weight = _like(x, x.dtype), torch.empty_like(weight)
+    grad_x, grad_weight = rows_like(x, x.dtype), torch.empty_like(weight)
     # One tensor stands for both gradients where the inputs share a dtype.
-    grad_residual = None if residual is None or residual.dtype == x.dtype else _like(residual, residual.dtype)
+    grad_residual = None if residual is None or residual.dtype == x.dtype else rows_like(residual, residual.dtype)
     # The weight's gradient is summed over rows in the order that the gradient at the output has in memory.
     outer = _Outer(grad_out)
     _run(
@@ -388,10 +374,10 @@ def add_rms_norm_backward(
             cast=_CASTS[cast],
         ),
     )
-    out = _laid_out_like(x, grad_x)
+    out = laid_out_like(x, grad_x)
     if residual is None:
         return out, x.new_empty(0), grad_weight
-    return out, _laid_out_like(residual, grad_x if grad_residual is None else grad_residual), grad_weight
+    return out, laid_out_like(residual, grad_x if grad_residual is None else grad_residual), grad_weight
 
 
 def residual_add(x: Tensor, residual: Tensor, rounded: bool, cast: str, dtype: torch.dtype) -> Tensor:
@@ -417,4 +403,4 @@ def _add(x: Tensor, residual: Tensor | None, dtype: torch.dtype, out_dtype: torc
             *(_DTYPES[dtype], _wide(xs), _wide(residuals), _wide(out), _CASTS[cast]),
         ),
     )
-    return _laid_out_like(x, out)
+    return laid_out_like(x, out)

@@ -129,8 +129,7 @@ class VllmStack(Stack):
             tensors[name] = tensor.detach().to("cpu", torch.bfloat16).contiguous()
         if missing := self._shapes.keys() - tensors.keys():
             raise MeasurementError(f"stack `{self.name}`: {len(missing)} weights were not given, such as `{min(missing)}`")
-        in_memory = Path("/dev/shm")
-        with tempfile.TemporaryDirectory(prefix="tripoint-", dir=in_memory if in_memory.is_dir() else None) as directory:
+        with tempfile.TemporaryDirectory(prefix="tripoint-") as directory:
             save_file(tensors, Path(directory) / "model.safetensors")
             self._ask("load_weights", directory=directory)
         self.weights_complete = True

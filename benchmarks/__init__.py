@@ -1,0 +1,1 @@
+"""What alignment costs, as ratios: `python -m benchmarks` for the CPU, `python -m benchmarks.gpu` for a GPU."""

@@ -1,0 +1,158 @@
+"""The cost of alignment on this machine's CPU: each operation, whole training steps, and memory.
+
+    python -m benchmarks [--rounds 20] [--threads 2] [--no-compile] [--out benchmarks/results/NAME]
+
+Unaligned is transformers as it is, aligned the same model or module under `R3 S3 N3 carry=layer`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import shlex
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
+
+import tripoint
+from benchmarks.measure import HEADER, Record, compare, count, peak_bytes, saved_bytes
+from tripoint import ops
+from tripoint.models import resolve_model
+from tripoint.ops.backend import backend_for
+
+SCHEDULE = "R3 S3 N3 carry=layer"
+BATCH, TOKENS = 4, 512
+BF16 = torch.bfloat16
+Run = Callable[[], object]
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(*shape).to(BF16)
+
+
+def operations(config: transformers.LlamaConfig) -> Iterator[tuple[str, Run, Run]]:
+    """Name, unaligned and aligned forward + backward of each operation at the model's sizes."""
+    hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
+    head_dim = hidden // heads
+
+    query, key = (random(BATCH, TOKENS, n, head_dim).transpose(1, 2).requires_grad_() for n in (heads, kv_heads))
+    grads = [random(BATCH, n, TOKENS, head_dim) for n in (heads, kv_heads)]
+    angles = torch.outer(torch.arange(TOKENS), 1e4 ** (-torch.arange(0, head_dim, 2) / head_dim)).repeat(1, 2)[None]
+    cos, sin = angles.cos(), angles.sin()
+    rounded = cos.to(BF16), sin.to(BF16)
+    rope = ("bf16", "fp32", "rne", BF16)
+
+    def rope_unaligned() -> object:
+        return torch.autograd.grad(apply_rotary_pos_emb(query, key, *rounded), (query, key), grads)
+
+    def rope_aligned() -> object:
+        table = cos.unsqueeze(1), sin.unsqueeze(1)
+        return torch.autograd.grad([ops.rope(x, *table, *rope) for x in (query, key)], (query, key), grads)
+
+    yield "RoPE of queries and keys", rope_unaligned, rope_aligned
+
+    mlp = LlamaMLP(config)
+    gate, up = (random(BATCH, TOKENS, config.intermediate_size).requires_grad_() for _ in range(2))
+    grad = random(BATCH, TOKENS, config.intermediate_size)
+
+    def swiglu_unaligned() -> object:
+        return torch.autograd.grad(mlp.act_fn(gate) * up, (gate, up), grad)
+
+    def swiglu_aligned() -> object:
+        return torch.autograd.grad(ops.gated_act(gate, up, "silu", False, "fp32", "rne"), (gate, up), grad)
+
+    yield "SwiGLU", swiglu_unaligned, swiglu_aligned
+
+    norm = LlamaRMSNorm(hidden, config.rms_norm_eps).to(BF16)
+    x, residual = (random(BATCH, TOKENS, hidden).requires_grad_() for _ in range(2))
+    grad_out, grad_sum = random(BATCH, TOKENS, hidden), random(BATCH, TOKENS, hidden)
+    grad_carry = grad_sum.float()
+
+    def norm_unaligned() -> object:
+        total = residual + x
+        return torch.autograd.grad((norm(total), total), (x, residual, norm.weight), (grad_out, grad_sum))
+
+    def norm_aligned() -> object:
+        n3 = ("never", False, True, False, "rne", BF16)
+        out, carry, _ = ops.add_rms_norm(x, residual, norm.weight, norm.variance_epsilon, *n3)
+        return torch.autograd.grad((out, carry), (x, residual, norm.weight), (grad_out, grad_carry))
+
+    yield "residual add + RMSNorm", norm_unaligned, norm_aligned
+
+
+def step(model: nn.Module, ids: Tensor) -> Run:
+    """Forward and backward pass of the causal language modelling loss, gradients thrown away."""
+
+    def run() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad(set_to_none=True)
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=20, help="timed rounds of each comparison, at least 10")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out, which takes minutes")
+    parser.add_argument("--out", type=Path, help="where to record the run: NAME.json and NAME.md")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+
+    record = Record(
+        title="Cost of alignment on a CPU",
+        command=shlex.join(["python", "-m", "benchmarks", *sys.argv[1:]]),
+        settings={
+            "model": "SmolLM2-135M-Instruct",
+            "dtype": "BF16",
+            "tokens": f"{BATCH} x {TOKENS}",
+            "threads": options.threads,
+            "schedule": SCHEDULE,
+            "backend": backend_for(torch.device("cpu")).__name__,
+        },
+    )
+    print(*HEADER, sep="\n")
+    unaligned = transformers.AutoModelForCausalLM.from_pretrained(resolve_model(), dtype=BF16)
+    ids = torch.randint(unaligned.config.vocab_size, (BATCH, TOKENS))
+
+    for name, stock, ours in operations(unaligned.config):
+        record.add(compare(f"{name}, forward + backward", stock, ours, 5 * options.rounds, at_most=0.5))
+
+    aligned = copy.deepcopy(unaligned)
+    tripoint.align(aligned, to=SCHEDULE)
+    steps = step(unaligned, ids), step(aligned, ids)
+    record.add(compare("training step", *steps, options.rounds, at_most=1.0))
+
+    models = unaligned, aligned
+    saved = [
+        saved_bytes(lambda m=m: m(input_ids=ids, labels=ids, use_cache=False).loss, [*m.parameters()])  # type: ignore[misc]
+        for m in models
+    ]
+    record.add(count("saved for backward", "bytes", *saved, at_most=0.85))
+    record.add(count("peak memory of a step", "bytes", *(peak_bytes(run) for run in steps), at_most=1.0))
+
+    if not options.no_compile:
+        # Two models of one class share Dynamo's cache, which is full sooner for the one that comes second.
+        torch._dynamo.config.cache_size_limit = 64
+        compiled = [torch.compile(model) for model in models]
+        steps = step(compiled[0], ids), step(compiled[1], ids)
+        record.add(compare("training step, both compiled", *steps, options.rounds, at_most=1.05))
+        saved = [
+            saved_bytes(lambda m=m: m(input_ids=ids, labels=ids, use_cache=False).loss, [*m.parameters()])  # type: ignore[misc]
+            for m in compiled
+        ]
+        record.add(count("saved for backward, both compiled", "bytes", *saved, at_most=1.0))
+        peaks = [peak_bytes(run) for run in steps]
+        record.add(count("peak memory of a step, both compiled", "bytes", *peaks, at_most=1.0))
+    if options.out is not None:
+        record.write(options.out)
+
+
+if __name__ == "__main__":
+    main()

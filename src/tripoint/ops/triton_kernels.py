@@ -1,0 +1,371 @@
+"""Triton kernels of the three operations: the formulas of `reference`, one pass over memory each.
+
+Settings are constexprs. `DTYPE` is the compute dtype, `CAST` rne or rtz. Kernels must be launched with fused multiply-add
+contraction off; where `tl.fma` stands, one is meant. `BITS` spells rounding to nearest even out on bit patterns: Triton's
+interpreter truncates instead, GPUs have an instruction.
+"""
+
+# Triton's own types stand in for values here, and mypy knows nothing of them.
+# mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+# -- rounding ---------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _cast(x, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr):
+    """FP32 `x` in `DTYPE`, rounded once."""
+    if DTYPE == tl.float32:
+        return x
+    if DTYPE == tl.float16:
+        y = x.to(tl.float16)
+        if CAST == "rtz":
+            # Sign and magnitude: one less in the bit pattern is the neighbour toward zero.
+            over = tl.abs(y.to(tl.float32)) > tl.abs(x)
+            y = (y.to(tl.int16, bitcast=True) - over.to(tl.int16)).to(tl.float16, bitcast=True)
+        return y
+    bits = x.to(tl.int32, bitcast=True)
+    if CAST == "rtz":
+        kept = (bits & -65536).to(tl.float32, bitcast=True)
+        return tl.where(x == x, kept, x * 0.0).to(tl.bfloat16)
+    if BITS:
+        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+        return tl.where(x == x, rounded, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return x.to(tl.bfloat16)
+
+
+@triton.jit
+def _round(x, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr):
+    """The values of `x` rounded to `DTYPE`, in FP32."""
+    return _cast(x, DTYPE, CAST, BITS).to(tl.float32)
+
+
+@triton.jit
+def _store(pointers, x, mask, CAST: tl.constexpr, BITS: tl.constexpr):
+    """Store FP32 `x` in the dtype of the memory."""
+    tl.store(pointers, _cast(x, pointers.dtype.element_ty, CAST, BITS), mask=mask)
+
+
+@triton.jit
+def _fma_to_odd(x, y, z):
+    """x * y + z exactly, rounded to odd on the way to FP32: rounded again, it is what an FMA of that dtype gives."""
+    product = x.to(tl.float64) * y.to(tl.float64)
+    addend = z.to(tl.float64)
+    total = product + addend
+    # What the addition lost, exactly (Knuth, TwoSum).
+    back = total - product
+    lost = (product - (total - back)) + (addend - back)
+    inexact = tl.abs(lost) > 0
+    away = inexact & ((lost < 0) != (total < 0))
+    odd = (total.to(tl.int64, bitcast=True) - away.to(tl.int64)) | inexact.to(tl.int64)
+    total = odd.to(tl.float64, bitcast=True)
+    narrow = total.to(tl.float32)
+    inexact = narrow.to(tl.float64) != total
+    away = inexact & (tl.abs(narrow.to(tl.float64)) > tl.abs(total))
+    odd32 = (narrow.to(tl.int32, bitcast=True) - away.to(tl.int32)) | inexact.to(tl.int32)
+    return odd32.to(tl.float32, bitcast=True)
+
+
+# -- RoPE -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _rotated(x, cos, partner, sin, COMPUTE: tl.constexpr, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr):
+    if COMPUTE == "bf16":
+        return _round(x * cos, DTYPE, CAST, BITS) + _round(partner * sin, DTYPE, CAST, BITS)
+    if COMPUTE == "bf16_fma":
+        return _fma_to_odd(x, cos, _round(partner * sin, DTYPE, CAST, BITS))
+    return x * cos + partner * sin
+
+
+@triton.jit
+def _table(row, columns, mask, TABLE_ROUND: tl.constexpr, TABLE_CAST: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr):
+    values = tl.load(row + columns, mask=mask, other=0.0)
+    if TABLE_ROUND:
+        values = _round(values, DTYPE, TABLE_CAST, BITS)
+    return values[None, :]
+
+
+@triton.jit
+def _rotate_heads(
+    x, out, x_stride, out_stride, heads, cos1, cos2, sin1, sin2, columns, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    COMPUTE: tl.constexpr, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    for start in range(0, heads, BLOCK_HEADS):
+        head = (start + tl.arange(0, BLOCK_HEADS))[:, None].to(tl.int64)
+        mask = (head < heads) & (columns[None, :] < HALF)
+        source, target = x + head * x_stride + columns[None, :], out + head * out_stride + columns[None, :]
+        first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
+        _store(target, _rotated(first, cos1, -second, sin1, COMPUTE, DTYPE, CAST, BITS), mask, CAST, BITS)
+        _store(target + HALF, _rotated(second, cos2, first, sin2, COMPUTE, DTYPE, CAST, BITS), mask, CAST, BITS)
+
+
+@triton.jit
+def rope(
+    query, query_out, key, key_out, cos, sin, size1, query_heads, key_heads,
+    query_stride0, query_stride1, query_stride_head, query_out_stride0, query_out_stride1, query_out_stride_head,
+    key_stride0, key_stride1, key_stride_head, key_out_stride0, key_out_stride1, key_out_stride_head,
+    cos_stride0, cos_stride1, sin_stride0, sin_stride1,
+    HAS_KEY: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    TABLE_ROUND: tl.constexpr, TABLE_CAST: tl.constexpr, BACKWARD: tl.constexpr,
+    COMPUTE: tl.constexpr, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """All heads of one token, of queries and keys. Tokens have two outer dimensions."""
+    token = tl.program_id(0).to(tl.int64)
+    i, j = token // size1, token % size1
+    columns = tl.arange(0, BLOCK_HALF)
+    mask = columns < HALF
+    cos += i * cos_stride0 + j * cos_stride1
+    sin += i * sin_stride0 + j * sin_stride1
+    cos1 = _table(cos, columns, mask, TABLE_ROUND, TABLE_CAST, DTYPE, BITS)
+    cos2 = _table(cos + HALF, columns, mask, TABLE_ROUND, TABLE_CAST, DTYPE, BITS)
+    sin1 = _table(sin, columns, mask, TABLE_ROUND, TABLE_CAST, DTYPE, BITS)
+    sin2 = _table(sin + HALF, columns, mask, TABLE_ROUND, TABLE_CAST, DTYPE, BITS)
+    if BACKWARD:
+        sin1, sin2 = -sin1, -sin2
+    query += i * query_stride0 + j * query_stride1
+    query_out += i * query_out_stride0 + j * query_out_stride1
+    _rotate_heads(query, query_out, query_stride_head, query_out_stride_head, query_heads, cos1, cos2, sin1, sin2, columns,
+                  HALF, BLOCK_HEADS, COMPUTE, DTYPE, CAST, BITS)  # fmt: skip
+    if HAS_KEY:
+        key += i * key_stride0 + j * key_stride1
+        key_out += i * key_out_stride0 + j * key_out_stride1
+        _rotate_heads(key, key_out, key_stride_head, key_out_stride_head, key_heads, cos1, cos2, sin1, sin2, columns,
+                      HALF, BLOCK_HEADS, COMPUTE, DTYPE, CAST, BITS)  # fmt: skip
+
+
+# -- SwiGLU and GeGLU -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _power_of_two(n):
+    return ((n + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _exp(x):
+    """exp to within an ulp. Triton's own is a GPU's fast one, too coarse next to a rounding; this is Sleef's."""
+    n = _nearest(x * 1.442695040888963407359924681001892137426645954152985934135449406931)
+    s = tl.fma(n, -0.693145751953125, x)
+    s = tl.fma(n, -1.428606765330187045e-06, s)
+    u = tl.fma(s, 0.000198527617612853646278381, 0.00139304355252534151077271)
+    u = tl.fma(u, s, 0.00833336077630519866943359)
+    u = tl.fma(u, s, 0.0416664853692054748535156)
+    u = tl.fma(u, s, 0.166666671633720397949219)
+    u = tl.fma(u, s, 0.5)
+    u = tl.fma(s * s, u, s) + 1.0
+    power = tl.minimum(tl.maximum(n, -300.0), 300.0).to(tl.int32)
+    u = u * _power_of_two(power >> 1) * _power_of_two(power - (power >> 1))
+    u = tl.where(x < -104.0, 0.0, u)
+    return tl.where(x > 100.0, float("inf"), u)
+
+
+@triton.jit
+def _nearest(x):
+    """The nearest integer, as a float, for |x| < 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def _sigmoid(x):
+    return tl.div_rn(1.0, 1.0 + _exp(-x))
+
+
+@triton.jit
+def _gelu_inner(x):
+    return 0.7978845608028654 * tl.fma(x * x * x, 0.044715, x)
+
+
+@triton.jit
+def _tanh(x):
+    return 2.0 * _sigmoid(2.0 * x) - 1.0
+
+
+@triton.jit
+def _act(x, ACT: tl.constexpr):
+    if ACT == "silu":
+        return tl.div_rn(x, 1.0 + _exp(-x))
+    if ACT == "gelu":
+        return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+    return 0.5 * x * (1.0 + _tanh(_gelu_inner(x)))
+
+
+@triton.jit
+def _act_backward(grad, x, ACT: tl.constexpr):
+    if ACT == "silu":
+        sigmoid = _sigmoid(x)
+        return grad * sigmoid * tl.fma(x, 1.0 - sigmoid, 1.0)
+    if ACT == "gelu":
+        cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
+        return grad * tl.fma(x, 0.3989422804014327 * _exp(x * x * -0.5), cdf)
+    tanh = _tanh(_gelu_inner(x))
+    slope = 0.7978845608028654 * tl.fma(x * x, 3 * 0.044715, 1.0)
+    return grad * tl.fma(0.5 * x * (1.0 - tanh * tanh), slope, 0.5 * (1.0 + tanh))
+
+
+@triton.jit
+def _silu_bf16_sigmoid(x, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr):
+    exp = _round(_exp(tl.abs(x)), DTYPE, CAST, BITS)
+    y = _round(tl.div_rn(1.0, _round(1.0 + exp, DTYPE, CAST, BITS)), DTYPE, CAST, BITS)
+    return x * tl.where(x < 0.0, y, _round(1.0 - y, DTYPE, CAST, BITS))
+
+
+@triton.jit
+def gated_act(
+    gate, up, out, width, gate_stride, up_stride, out_stride, BLOCK: tl.constexpr,
+    ACT: tl.constexpr, ROUND: tl.constexpr, BF16_SIGMOID: tl.constexpr,
+    DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """A stretch of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    x = tl.load(gate + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    factor = tl.load(up + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    activated = _silu_bf16_sigmoid(x, DTYPE, CAST, BITS) if BF16_SIGMOID else _act(x, ACT)
+    if ROUND:
+        activated = _round(activated, DTYPE, CAST, BITS)
+    _store(out + row * out_stride + columns, activated * factor, mask, CAST, BITS)
+
+
+@triton.jit
+def gated_act_backward(
+    grad, gate, up, grad_gate, grad_up, width, grad_stride, gate_stride, up_stride, grad_gate_stride, grad_up_stride,
+    BLOCK: tl.constexpr, ACT: tl.constexpr, STEPWISE: tl.constexpr,
+    DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """A stretch of one row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    mask = columns < width
+    d = tl.load(grad + row * grad_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    x = tl.load(gate + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    factor = tl.load(up + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    activated = _act(x, ACT)
+    d_activated = d * factor
+    if STEPWISE:
+        activated = _round(activated, DTYPE, CAST, BITS)
+        d_activated = _round(d_activated, DTYPE, "rne", BITS)
+    _store(grad_gate + row * grad_gate_stride + columns, _act_backward(d_activated, x, ACT), mask, "rne", BITS)
+    _store(grad_up + row * grad_up_stride + columns, d * activated, mask, "rne", BITS)
+
+
+# -- residual add + RMSNorm -------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _row(base, row, size1, size2, stride0, stride1, stride2):
+    """Where row number `row` of a tensor with three outer dimensions begins."""
+    return base + (row // size2 // size1) * stride0 + (row // size2 % size1) * stride1 + (row % size2) * stride2
+
+
+@triton.jit
+def _sum_rounded(total, when: tl.constexpr, SUM_ROUND: tl.constexpr, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr):
+    """The residual sum as the variance (`when` is before_var) or the normalisation (after_var) sees it."""
+    if SUM_ROUND == "before_var" or SUM_ROUND == when:
+        return _round(total, DTYPE, CAST, BITS)
+    return total
+
+
+@triton.jit
+def add_rms_norm(
+    x, residual, weight, out, carry, rstds, hidden, eps, size1, size2,
+    x_stride0, x_stride1, x_stride2, residual_stride0, residual_stride1, residual_stride2,
+    out_stride0, out_stride1, out_stride2, carry_stride0, carry_stride1, carry_stride2,
+    HAS_RESIDUAL: tl.constexpr, HAS_CARRY: tl.constexpr, BLOCK: tl.constexpr,
+    SUM_ROUND: tl.constexpr, NORM_ROUND: tl.constexpr, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """One row."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < hidden
+    source = _row(x, row, size1, size2, x_stride0, x_stride1, x_stride2)
+    total = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        source = _row(residual, row, size1, size2, residual_stride0, residual_stride1, residual_stride2)
+        total = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32) + total
+    if HAS_CARRY:
+        target = _row(carry, row, size1, size2, carry_stride0, carry_stride1, carry_stride2)
+        _store(target + columns, total, mask, CAST, BITS)
+    seen = _sum_rounded(total, "before_var", SUM_ROUND, DTYPE, CAST, BITS)
+    rstd = tl.rsqrt(tl.div_rn(tl.sum(seen * seen), hidden.to(tl.float32)) + eps)
+    tl.store(rstds + row, rstd)
+    normalised = _sum_rounded(total, "after_var", SUM_ROUND, DTYPE, CAST, BITS) * rstd
+    if NORM_ROUND:
+        normalised = _round(normalised, DTYPE, CAST, BITS)
+    scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    target = _row(out, row, size1, size2, out_stride0, out_stride1, out_stride2)
+    _store(target + columns, normalised * scale, mask, CAST, BITS)
+
+
+@triton.jit
+def add_rms_norm_backward(
+    grad_out, grad_carry, x, residual, weight, rstds, grad_x, grad_residual, grad_weights, rows, hidden, size1, size2,
+    grad_out_stride0, grad_out_stride1, grad_out_stride2, grad_carry_stride0, grad_carry_stride1, grad_carry_stride2,
+    x_stride0, x_stride1, x_stride2, residual_stride0, residual_stride1, residual_stride2,
+    grad_x_stride0, grad_x_stride1, grad_x_stride2,
+    grad_residual_stride0, grad_residual_stride1, grad_residual_stride2,
+    HAS_CARRY: tl.constexpr, HAS_RESIDUAL: tl.constexpr, HAS_GRAD_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
+    SUM_ROUND: tl.constexpr, NORM_ROUND: tl.constexpr, STEPWISE: tl.constexpr,
+    DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Every num_programs-th row; the program's share of the weight's gradient goes to its own row of `grad_weights`."""
+    columns = tl.arange(0, BLOCK)
+    mask = columns < hidden
+    scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    d_scale = tl.zeros((BLOCK,), dtype=tl.float32)
+    first = tl.program_id(0)
+    for number in range(first, rows, tl.num_programs(0)):
+        row = number.to(tl.int64)
+        source = _row(x, row, size1, size2, x_stride0, x_stride1, x_stride2)
+        total = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
+        if HAS_RESIDUAL:
+            source = _row(residual, row, size1, size2, residual_stride0, residual_stride1, residual_stride2)
+            total = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32) + total
+        seen_by_var = _sum_rounded(total, "before_var", SUM_ROUND, DTYPE, CAST, BITS)
+        seen_by_norm = _sum_rounded(total, "after_var", SUM_ROUND, DTYPE, CAST, BITS)
+        source = _row(grad_out, row, size1, size2, grad_out_stride0, grad_out_stride1, grad_out_stride2)
+        d = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
+        rstd = tl.load(rstds + row)
+
+        normalised = seen_by_norm * rstd
+        if NORM_ROUND:
+            normalised = _round(normalised, DTYPE, CAST, BITS)
+        d_weight, d_normalised = d * normalised, d * scale
+        if STEPWISE:
+            d_weight = _round(d_weight, DTYPE, "rne", BITS)
+            d_normalised = _round(d_normalised, DTYPE, "rne", BITS)
+        d_scale += d_weight
+        d_rstd = tl.sum(d_normalised * seen_by_norm)
+        d_square = tl.div_rn(-0.5 * d_rstd * (rstd * rstd * rstd), hidden.to(tl.float32))
+        d_total = d_normalised * rstd + d_square * (2.0 * seen_by_var)
+        if STEPWISE:
+            d_total = _round(d_total, DTYPE, "rne", BITS)
+        if HAS_CARRY:
+            source = _row(grad_carry, row, size1, size2, grad_carry_stride0, grad_carry_stride1, grad_carry_stride2)
+            d_total += tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
+        target = _row(grad_x, row, size1, size2, grad_x_stride0, grad_x_stride1, grad_x_stride2)
+        _store(target + columns, d_total, mask, "rne", BITS)
+        if HAS_GRAD_RESIDUAL:
+            target = _row(grad_residual, row, size1, size2, grad_residual_stride0, grad_residual_stride1, grad_residual_stride2)
+            _store(target + columns, d_total, mask, "rne", BITS)
+    tl.store(grad_weights + first.to(tl.int64) * hidden + columns, d_scale, mask=mask)
+
+
+# -- adding and rounding ----------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def add(x, residual, out, numel, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr):
+    """A stretch of `residual + x`, or of `x`, in the dtype of `out`."""
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    mask = at < numel
+    total = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    if HAS_RESIDUAL:
+        total = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32) + total
+    _store(out + at, total, mask, CAST, BITS)
