@@ -13,10 +13,11 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from torch import Tensor, nn
+from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, apply_rotary_pos_emb
 
 import tripoint
@@ -29,13 +30,14 @@ SCHEDULE = "R3 S3 N3 carry=layer"
 BATCH, TOKENS = 4, 512
 BF16 = torch.bfloat16
 Run = Callable[[], object]
+Model = Any  # a transformers causal language model, plain or compiled
 
 
 def random(*shape: int) -> Tensor:
     return torch.randn(*shape).to(BF16)
 
 
-def operations(config: transformers.LlamaConfig) -> Iterator[tuple[str, Run, Run]]:
+def operations(config: Any) -> Iterator[tuple[str, Run, Run]]:
     """Name, unaligned and aligned forward + backward of each operation at the model's sizes."""
     hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     head_dim = hidden // heads
@@ -56,7 +58,7 @@ def operations(config: transformers.LlamaConfig) -> Iterator[tuple[str, Run, Run
 
     yield "RoPE of queries and keys", rope_unaligned, rope_aligned
 
-    mlp = LlamaMLP(config)
+    mlp = LlamaMLP(config)  # type: ignore[no-untyped-call]
     gate, up = (random(BATCH, TOKENS, config.intermediate_size).requires_grad_() for _ in range(2))
     grad = random(BATCH, TOKENS, config.intermediate_size)
 
@@ -85,19 +87,36 @@ def operations(config: transformers.LlamaConfig) -> Iterator[tuple[str, Run, Run
     yield "residual add + RMSNorm", norm_unaligned, norm_aligned
 
 
-def step(model: nn.Module, ids: Tensor) -> Run:
-    """Forward and backward pass of the causal language modelling loss, gradients thrown away."""
+def loss_of(model: Model, ids: Tensor) -> Callable[[], Tensor]:
+    """The causal language modelling loss."""
+    return lambda: model(input_ids=ids, labels=ids, use_cache=False).loss
+
+
+def step_of(model: Model, ids: Tensor) -> Run:
+    """Forward and backward pass, the gradients thrown away."""
+    loss = loss_of(model, ids)
 
     def run() -> None:
-        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        loss().backward()  # type: ignore[no-untyped-call]
         model.zero_grad(set_to_none=True)
 
     return run
 
 
+def measure_steps(
+    record: Record, name: str, unaligned: Model, aligned: Model, ids: Tensor, rounds: int, goals: tuple[float, float, float]
+) -> None:
+    """Time, saved bytes and peak memory of a training step."""
+    stock, ours = step_of(unaligned, ids), step_of(aligned, ids)
+    record.add(compare(f"training step{name}", stock, ours, rounds, at_most=goals[0]))
+    before, after = (saved_bytes(loss_of(model, ids), [*model.parameters()]) for model in (unaligned, aligned))
+    record.add(count(f"saved for backward{name}", before, after, at_most=goals[1]))
+    record.add(count(f"peak memory{name}", peak_bytes(stock), peak_bytes(ours), at_most=goals[2]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="timed rounds of each comparison, at least 10")
+    parser.add_argument("--rounds", type=int, default=20, help="timed rounds of a training step, at least 10")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out, which takes minutes")
     parser.add_argument("--out", type=Path, help="where to record the run: NAME.json and NAME.md")
@@ -118,38 +137,20 @@ def main() -> None:
         },
     )
     print(*HEADER, sep="\n")
-    unaligned = transformers.AutoModelForCausalLM.from_pretrained(resolve_model(), dtype=BF16)
+    unaligned: Model = transformers.AutoModelForCausalLM.from_pretrained(resolve_model(), dtype=BF16)
     ids = torch.randint(unaligned.config.vocab_size, (BATCH, TOKENS))
 
     for name, stock, ours in operations(unaligned.config):
-        record.add(compare(f"{name}, forward + backward", stock, ours, 5 * options.rounds, at_most=0.5))
+        record.add(compare(f"{name}, forward + backward", stock, ours, rounds=5 * options.rounds, at_most=0.5))
 
     aligned = copy.deepcopy(unaligned)
     tripoint.align(aligned, to=SCHEDULE)
-    steps = step(unaligned, ids), step(aligned, ids)
-    record.add(compare("training step", *steps, options.rounds, at_most=1.0))
-
-    models = unaligned, aligned
-    saved = [
-        saved_bytes(lambda m=m: m(input_ids=ids, labels=ids, use_cache=False).loss, [*m.parameters()])  # type: ignore[misc]
-        for m in models
-    ]
-    record.add(count("saved for backward", "bytes", *saved, at_most=0.85))
-    record.add(count("peak memory of a step", "bytes", *(peak_bytes(run) for run in steps), at_most=1.0))
-
+    measure_steps(record, "", unaligned, aligned, ids, options.rounds, (1.0, 0.85, 1.0))
     if not options.no_compile:
-        # Two models of one class share Dynamo's cache, which is full sooner for the one that comes second.
+        # Both models run the code of the same classes, whose cache of compiled code must hold both.
         torch._dynamo.config.cache_size_limit = 64
-        compiled = [torch.compile(model) for model in models]
-        steps = step(compiled[0], ids), step(compiled[1], ids)
-        record.add(compare("training step, both compiled", *steps, options.rounds, at_most=1.05))
-        saved = [
-            saved_bytes(lambda m=m: m(input_ids=ids, labels=ids, use_cache=False).loss, [*m.parameters()])  # type: ignore[misc]
-            for m in compiled
-        ]
-        record.add(count("saved for backward, both compiled", "bytes", *saved, at_most=1.0))
-        peaks = [peak_bytes(run) for run in steps]
-        record.add(count("peak memory of a step, both compiled", "bytes", *peaks, at_most=1.0))
+        unaligned, aligned = torch.compile(unaligned), torch.compile(aligned)
+        measure_steps(record, ", both compiled", unaligned, aligned, ids, options.rounds, (1.05, 1.0, 1.0))
     if options.out is not None:
         record.write(options.out)
 

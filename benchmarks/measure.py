@@ -63,10 +63,10 @@ class Comparison:
         return f"| {' | '.join(cells)} |"
 
 
-def count(name: str, unit: str, unaligned: float, aligned: float, at_most: float) -> Comparison:
-    """A comparison of two numbers that do not vary."""
-    spreads = [Spread(x, x, x) for x in (unaligned, aligned, aligned / unaligned)]
-    return Comparison(name, unit, *spreads, rounds=1, at_most=at_most)
+def count(name: str, unaligned: int, aligned: int, at_most: float) -> Comparison:
+    """A comparison of bytes, which do not vary."""
+    before, after, ratio = (Spread(x, x, x) for x in (unaligned, aligned, aligned / unaligned))
+    return Comparison(name, "bytes", before, after, ratio, rounds=1, at_most=at_most)
 
 
 def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int, warmups: int = 2) -> dict[str, list[float]]:
@@ -91,8 +91,8 @@ def compare(
     """Wall time of `aligned` over `unaligned`."""
     seconds = interleaved({"unaligned": unaligned, "aligned": aligned}, rounds)
     ratios = [a / u for a, u in zip(seconds["aligned"], seconds["unaligned"], strict=True)]
-    spreads = [Spread.of(values) for values in (seconds["unaligned"], seconds["aligned"], ratios)]
-    return Comparison(name, "seconds", *spreads, rounds=rounds, at_most=at_most)
+    before, after, ratio = (Spread.of(values) for values in (seconds["unaligned"], seconds["aligned"], ratios))
+    return Comparison(name, "seconds", before, after, ratio, rounds=rounds, at_most=at_most)
 
 
 def saved_bytes(forward: Callable[[], Tensor], parameters: list[Tensor]) -> int:

@@ -44,6 +44,7 @@ def test_transformers_own_schedule_changes_no_bit(architecture: str, rope: str) 
     within, beyond = tokens(TRAINED_LENGTH - 5), tokens(TRAINED_LENGTH + 16)
     before = [step(model, ids) for ids in (within, beyond, within)]
 
+    model = tiny(architecture, rope)  # `dynamic` remembers the longest sequence it has seen
     align(model, OWN)
     for ids, expected in zip((within, beyond, within), before, strict=True):
         with counted() as calls:
@@ -54,6 +55,9 @@ def test_transformers_own_schedule_changes_no_bit(architecture: str, rope: str) 
         # A residual add hands its gradient on as it is.
         backward = {"rope_backward": 2 * LAYERS, "gated_act_backward": LAYERS, "add_rms_norm_backward": norms}
         assert calls == forward | backward
+        rotary = model.model.rotary_emb
+        longer = rope in ("dynamic", "longrope") and ids is beyond
+        assert same(rotary.inv_freq, rotary.original_inv_freq) != longer
 
 
 @architectures

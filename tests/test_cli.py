@@ -260,6 +260,12 @@ def test_a_damaged_rollouts_file(run: Run, model: Path, recorded: Callable[[str]
     assert one_line(done.err)
 
 
+def test_a_server_that_is_not_there_is_exit_code_3(run: Run, model: Path) -> None:
+    done = run("drift", str(model), "--engine", "http://127.0.0.1:1")
+    assert (done.code, done.out) == (3, "")
+    assert "127.0.0.1:1" in done.err
+
+
 def test_too_few_tokens_is_exit_code_3(run: Run, model: Path) -> None:
     done = run("drift", str(model), "--engine", "hf", "--tokens", "100")
     assert (done.code, done.out) == (3, "")

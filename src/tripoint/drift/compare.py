@@ -63,7 +63,7 @@ class Aligned:
 
 @dataclass(frozen=True)
 class Drift:
-    """The result of `drift` and `diagnose`. `aligned` is None where no target is known (recorded rollouts, no `--to`)."""
+    """The result of `drift` and `diagnose`. `aligned` is None where no target is known (no `--to`)."""
 
     model: str
     engine: Side
@@ -150,9 +150,9 @@ def compare(
 
 
 def _documented_target(engine: StackName) -> str | None:
-    """What is documented for an engine, as a target; None for recorded rollouts, whose engine nobody named."""
+    """What is documented for an engine, as a target; None for recorded rollouts and servers, which do not say what they run."""
     match engine.kind:
-        case "rollouts":
+        case "rollouts" | "http":
             return None
         case "emulated":
             return engine.detail

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -160,18 +160,28 @@ class Dithering:
         `matrix` is the weight that is dithered. `progress` is told of sequences. Raises MeasurementError for log-probabilities
         that are not finite.
         """
+        rows = []
+        with self.varying(stack, how=how, matrix=matrix, amplitude=amplitude) as vary:
+            for seed in seeds:
+                vary(seed)
+                rows.append(self._once(stack, progress))
+        return Replicates(np.stack(rows), self.lengths)
+
+    @contextmanager
+    def varying(
+        self, stack: Stack, *, how: How = "dither", matrix: str = EMBEDDING, amplitude: float = ULP
+    ) -> Iterator[Callable[[int], None]]:
+        """Yields what to call with a seed to have `stack` hold varied weights; afterwards it holds the checkpoint's again."""
         if how not in get_args(How):
             raise UsageError(f"roundings are decorrelated by {how!r}? It must be one of {', '.join(get_args(How))}")
-        rows = []
+
+        def vary(seed: int) -> None:
+            self._load(stack, permuted(self.weights, seed) if how == "permutation" else self._dither(matrix, seed, amplitude))
+
         try:
-            for seed in seeds:
-                self._vary(
-                    stack, permuted(self.weights, seed) if how == "permutation" else self._dither(matrix, seed, amplitude)
-                )
-                rows.append(self._once(stack, progress))
+            yield vary
         finally:
-            self._vary(stack, self.weights if how == "permutation" else {matrix: self.weights[matrix]})
-        return Replicates(np.stack(rows), self.lengths)
+            self._load(stack, self.weights if how == "permutation" else {matrix: self.weights[matrix]})
 
     def score_once(self, stack: Stack, *, progress: Progress | None = None) -> Replicates:
         """Score the tokens with `stack` as it is: a single sample of its roundings."""
@@ -194,7 +204,7 @@ class Dithering:
         varied[self._rows] = dithered(weight[self._rows], seed, amplitude=amplitude)
         return {matrix: varied}
 
-    def _vary(self, stack: Stack, changed: Weights) -> None:
+    def _load(self, stack: Stack, changed: Weights) -> None:
         """Have `stack` hold the checkpoint's weights but for the `changed` ones."""
         if isinstance(stack, HFStack) and len(changed) == 1:
             # Nothing else differs from what it holds, so one matrix is copied in place.

@@ -9,13 +9,14 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
 from torch import Tensor
 
 from tripoint.ops import reference
 from tripoint.ops import triton_kernels as kernels
 from tripoint.ops.backend import BackendError
+from tripoint.ops.layout import laid_out_like, rows_like, whole_rows
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -39,25 +40,267 @@ def _warps(block: int) -> int:
     return min(max(block // 256, 1), 16)
 
 
+def _outer_strides(tensor: Tensor | None) -> tuple[int, int, int]:
+    """The strides of three outer dimensions, those that are missing in front."""
+    outer = () if tensor is None else tensor.stride()[:-1]
+    return (*(0,) * (3 - len(outer)), *outer)  # type: ignore[return-value]
+
+
+def _outer_sizes(tensor: Tensor) -> tuple[int, int]:
+    """The second and third of three outer dimensions."""
+    sizes = (1, 1, *tensor.shape[:-1])
+    return sizes[-2], sizes[-1]
+
+
 # -- RoPE -------------------------------------------------------------------------------------------------------------
 
 
 def rope(x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype) -> Tensor:
     """See `reference.rope`."""
-    return _rotate([x], cos, sin, table, cast, compute, cast, dtype, dtype, backward=False)[0]
+    heads = _heads_dimension(x, cos, sin)
+    if x.dim() - (heads is not None) > 3:
+        return reference.rope(x, cos, sin, table, compute, cast, dtype)
+    return _rotate(x, cos, sin, heads, table, cast, compute, cast, dtype, dtype, backward=False)
 
 
 def rope_backward(
     grad: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype, x_dtype: torch.dtype
 ) -> Tensor:
     """See `reference.rope_backward`."""
+    heads = _heads_dimension(grad, cos, sin)
+    if grad.dim() - (heads is not None) > 3:
+        return reference.rope_backward(grad, cos, sin, table, compute, cast, dtype, x_dtype)
     compute = "bf16" if compute == "bf16" and x_dtype == dtype else "fp32"
-    return _rotate([grad], cos, sin, table, cast, compute, "rne", dtype, x_dtype, backward=True)[0]
+    return _rotate(grad, cos, sin, heads, table, cast, compute, "rne", dtype, x_dtype, backward=True)
 
 
-def rope_qk(
-    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype
+def _heads_dimension(x: Tensor, cos: Tensor, sin: Tensor) -> int | None:
+    """The largest dimension of `x` along which the table is the same, None if it is nowhere."""
+    tables = cos.expand(x.shape), sin.expand(x.shape)
+    shared = [dim for dim in range(x.dim() - 1) if all(t.stride(dim) == 0 or t.shape[dim] == 1 for t in tables)]
+    return max(shared, key=lambda dim: x.shape[dim], default=None)
+
+
+def _rotate(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    heads: int | None,
+    table: str,
+    table_cast: str,
+    compute: str,
+    cast: str,
+    dtype: torch.dtype,
+    out_dtype: torch.dtype,
+    backward: bool,
+) -> Tensor:
+    out = rows_like(x, out_dtype)
+    if out.numel() == 0:
+        return laid_out_like(x, out)
+
+    def token_head(tensor: Tensor) -> Tensor:
+        """As [i, j, head, head_dim]."""
+        tensor = tensor.expand(x.shape)
+        tensor = tensor.unsqueeze(-2) if heads is None else tensor.movedim(heads, -2)
+        return tensor[(None,) * (4 - tensor.dim())]
+
+    rows, target = token_head(whole_rows(x)), token_head(out)
+    cosines, sines = token_head(whole_rows(cos)), token_head(whole_rows(sin))
+    size0, size1, count, head_dim = rows.shape
+    block_half = triton.next_power_of_2(head_dim // 2)
+    _launch(
+        kernels.rope,
+        (size0 * size1,),
+        x,
+        *(rows, cosines, sines, target, count, size1),
+        *(*rows.stride()[:3], *target.stride()[:3], *cosines.stride()[:2], *sines.stride()[:2]),
+        HALF=head_dim // 2,
+        BLOCK_HALF=block_half,
+        BLOCK_HEADS=min(triton.next_power_of_2(count), max(2048 // block_half, 1)),
+        TABLE_ROUND=table == "bf16",
+        TABLE_CAST=table_cast,
+        BACKWARD=backward,
+        COMPUTE=compute,
+        DTYPE=_DTYPES[dtype],
+        CAST=cast,
+        num_warps=4,
+    )
+    return laid_out_like(x, out)
+
+
+# -- SwiGLU and GeGLU -------------------------------------------------------------------------------------------------
+
+
+def _matrix(x: Tensor) -> Tensor:
+    """[rows, width], without a copy where the rows are evenly spaced."""
+    return whole_rows(x).reshape(-1, x.shape[-1])
+
+
+def gated_act(gate: Tensor, up: Tensor, act: str, silu_round: bool, sig: str, cast: str) -> Tensor:
+    """See `reference.gated_act`."""
+    gates, ups = _matrix(gate), _matrix(up)
+    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    rows, width = gates.shape
+    block = min(triton.next_power_of_2(width), 4096)
+    if out.numel() > 0:
+        _launch(
+            kernels.gated_act,
+            (rows, triton.cdiv(width, block)),
+            gate,
+            *(gates, ups, out, width, gates.stride(0), ups.stride(0), width),
+            BLOCK=block,
+            ACT=act,
+            ROUND=silu_round,
+            BF16_SIGMOID=sig == "bf16",
+            DTYPE=_DTYPES[gate.dtype],
+            CAST=cast,
+            num_warps=_warps(block),
+        )
+    return laid_out_like(gate, out)
+
+
+def gated_act_backward(
+    grad: Tensor, gate: Tensor, up: Tensor, act: str, silu_round: bool, sig: str, cast: str
 ) -> tuple[Tensor, Tensor]:
-    """See `reference.rope_qk`."""
-    query, key = _rotate([query, key], cos, sin, table, cast, compute, cast, dtype, dtype, backward=False)
-    return query, key
+    """See `reference.gated_act_backward`."""
+    grads, gates, ups = _matrix(grad), _matrix(gate), _matrix(up)
+    grad_gate, grad_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    rows, width = gates.shape
+    block = min(triton.next_power_of_2(width), 4096)
+    if gate.numel() > 0:
+        _launch(
+            kernels.gated_act_backward,
+            (rows, triton.cdiv(width, block)),
+            gate,
+            *(grads, gates, ups, grad_gate, grad_up, width),
+            *(grads.stride(0), gates.stride(0), ups.stride(0), width, width),
+            BLOCK=block,
+            ACT=act,
+            STEPWISE=silu_round and sig == "fp32",
+            DTYPE=_DTYPES[gate.dtype],
+            CAST=cast,
+            num_warps=_warps(block),
+        )
+    return laid_out_like(gate, grad_gate), laid_out_like(up, grad_up)
+
+
+# -- residual add + RMSNorm -------------------------------------------------------------------------------------------
+
+
+def add_rms_norm(
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    eps: float,
+    sum_round: str,
+    norm_round: bool,
+    out_round: bool,
+    carry_round: bool | None,
+    cast: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.add_rms_norm`; the sum of squares runs in another order."""
+    if x.dim() > 4:
+        return reference.add_rms_norm(x, residual, weight, eps, sum_round, norm_round, out_round, carry_round, cast, dtype)
+    rows, residuals = whole_rows(x), None if residual is None else whole_rows(residual)
+    out = rows_like(x, dtype if out_round else torch.float32)
+    carry = None if carry_round is None else rows_like(x, dtype if carry_round else torch.float32)
+    rstd = x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+    block = triton.next_power_of_2(x.shape[-1])
+    if x.numel() > 0:
+        _launch(
+            kernels.add_rms_norm,
+            (rstd.numel(),),
+            x,
+            *(rows, residuals, weight.contiguous(), out, carry, rstd, x.shape[-1], eps, *_outer_sizes(x)),
+            *(stride for tensor in (rows, residuals, out, carry) for stride in _outer_strides(tensor)),
+            HAS_RESIDUAL=residual is not None,
+            HAS_CARRY=carry is not None,
+            BLOCK=block,
+            SUM_ROUND=sum_round,
+            NORM_ROUND=norm_round,
+            DTYPE=_DTYPES[dtype],
+            CAST=cast,
+            num_warps=_warps(block),
+        )
+    return laid_out_like(x, out), x.new_empty(0) if carry is None else laid_out_like(x, carry), rstd
+
+
+def add_rms_norm_backward(
+    grad_out: Tensor,
+    grad_carry: Tensor | None,
+    x: Tensor,
+    residual: Tensor | None,
+    weight: Tensor,
+    rstd: Tensor,
+    sum_round: str,
+    norm_round: bool,
+    out_round: bool,
+    cast: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `reference.add_rms_norm_backward`; sums run in another order, the same one every time."""
+    if x.dim() > 4:
+        return reference.add_rms_norm_backward(
+            grad_out, grad_carry, x, residual, weight, rstd, sum_round, norm_round, out_round, cast, dtype
+        )
+    inputs = [None if t is None else whole_rows(t) for t in (grad_out, grad_carry, x, residual)]
+    grad_x = rows_like(x, x.dtype)
+    # One tensor stands for both gradients where the inputs share a dtype.
+    grad_residual = None if residual is None or residual.dtype == x.dtype else rows_like(residual, residual.dtype)
+    rows, hidden = rstd.numel(), x.shape[-1]
+    programs = min(rows, _PROGRAMS)
+    grad_weights = weight.new_empty((programs, hidden), dtype=torch.float32)
+    block = triton.next_power_of_2(hidden)
+    if x.numel() > 0:
+        _launch(
+            kernels.add_rms_norm_backward,
+            (programs,),
+            x,
+            *(*inputs, weight.contiguous(), rstd, grad_x, grad_residual, grad_weights, rows, hidden, *_outer_sizes(x)),
+            *(stride for tensor in (*inputs, grad_x, grad_residual) for stride in _outer_strides(tensor)),
+            HAS_CARRY=grad_carry is not None,
+            HAS_RESIDUAL=residual is not None,
+            HAS_GRAD_RESIDUAL=grad_residual is not None,
+            BLOCK=block,
+            SUM_ROUND=sum_round,
+            NORM_ROUND=norm_round,
+            STEPWISE=sum_round == "before_var" and norm_round and out_round,
+            DTYPE=_DTYPES[dtype],
+            CAST=cast,
+            num_warps=_warps(block),
+        )
+    out, grad_weight = laid_out_like(x, grad_x), grad_weights.sum(0).to(weight.dtype)
+    if residual is None:
+        return out, x.new_empty(0), grad_weight
+    return out, laid_out_like(residual, grad_x if grad_residual is None else grad_residual), grad_weight
+
+
+# -- adding and rounding ----------------------------------------------------------------------------------------------
+
+
+def residual_add(x: Tensor, residual: Tensor, rounded: bool, cast: str, dtype: torch.dtype) -> Tensor:
+    """See `reference.residual_add`."""
+    return _add(x, residual, dtype if rounded else torch.float32, cast)
+
+
+def cast_to(x: Tensor, dtype: torch.dtype, cast: str) -> Tensor:
+    """See `rounding.cast_to`."""
+    return reference.cast_to(x, dtype, cast) if x.dtype == torch.float64 else _add(x, None, dtype, cast)
+
+
+def _add(x: Tensor, residual: Tensor | None, dtype: torch.dtype, cast: str) -> Tensor:
+    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    block = 2048
+    if out.numel() > 0:
+        _launch(
+            kernels.add,
+            (triton.cdiv(out.numel(), block),),
+            x,
+            *(x.contiguous(), None if residual is None else residual.contiguous(), out, out.numel()),
+            HAS_RESIDUAL=residual is not None,
+            BLOCK=block,
+            CAST=cast,
+            num_warps=4,
+        )
+    return laid_out_like(x, out)

@@ -5,13 +5,15 @@ contraction off; where `tl.fma` stands, one is meant. `BITS` spells rounding to 
 interpreter truncates instead, GPUs have an instruction.
 """
 
-# Triton's own types stand in for values here, and mypy knows nothing of them.
+# Triton compiles these functions; their arguments are its own kinds of values, and constexprs are written in capitals.
+# ruff: noqa: N803, SIM300
 # mypy: disable-error-code="no-untyped-def, no-untyped-call, untyped-decorator, misc"
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+import triton  # type: ignore[import-untyped]
+import triton.language as tl  # type: ignore[import-untyped]
+from triton.language.extra import libdevice  # type: ignore[import-untyped]
 
 # -- rounding ---------------------------------------------------------------------------------------------------------
 
@@ -19,23 +21,25 @@ import triton.language as tl
 @triton.jit
 def _cast(x, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr):
     """FP32 `x` in `DTYPE`, rounded once."""
-    if DTYPE == tl.float32:
-        return x
-    if DTYPE == tl.float16:
+    if DTYPE == tl.bfloat16:
+        bits = x.to(tl.int32, bitcast=True)
+        if CAST == "rtz":
+            kept = (bits & -65536).to(tl.float32, bitcast=True)
+            y = tl.where(x == x, kept, float("nan")).to(tl.bfloat16)
+        elif BITS:
+            rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
+            y = tl.where(x == x, rounded, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        else:
+            y = x.to(tl.bfloat16)
+    elif DTYPE == tl.float16:
         y = x.to(tl.float16)
         if CAST == "rtz":
             # Sign and magnitude: one less in the bit pattern is the neighbour toward zero.
             over = tl.abs(y.to(tl.float32)) > tl.abs(x)
             y = (y.to(tl.int16, bitcast=True) - over.to(tl.int16)).to(tl.float16, bitcast=True)
-        return y
-    bits = x.to(tl.int32, bitcast=True)
-    if CAST == "rtz":
-        kept = (bits & -65536).to(tl.float32, bitcast=True)
-        return tl.where(x == x, kept, x * 0.0).to(tl.bfloat16)
-    if BITS:
-        rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
-        return tl.where(x == x, rounded, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return x.to(tl.bfloat16)
+    else:
+        y = x
+    return y
 
 
 @triton.jit
@@ -91,31 +95,14 @@ def _table(row, columns, mask, TABLE_ROUND: tl.constexpr, TABLE_CAST: tl.constex
 
 
 @triton.jit
-def _rotate_heads(
-    x, out, x_stride, out_stride, heads, cos1, cos2, sin1, sin2, columns, HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
-    COMPUTE: tl.constexpr, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr,
-):  # fmt: skip
-    for start in range(0, heads, BLOCK_HEADS):
-        head = (start + tl.arange(0, BLOCK_HEADS))[:, None].to(tl.int64)
-        mask = (head < heads) & (columns[None, :] < HALF)
-        source, target = x + head * x_stride + columns[None, :], out + head * out_stride + columns[None, :]
-        first = tl.load(source, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(source + HALF, mask=mask, other=0.0).to(tl.float32)
-        _store(target, _rotated(first, cos1, -second, sin1, COMPUTE, DTYPE, CAST, BITS), mask, CAST, BITS)
-        _store(target + HALF, _rotated(second, cos2, first, sin2, COMPUTE, DTYPE, CAST, BITS), mask, CAST, BITS)
-
-
-@triton.jit
 def rope(
-    query, query_out, key, key_out, cos, sin, size1, query_heads, key_heads,
-    query_stride0, query_stride1, query_stride_head, query_out_stride0, query_out_stride1, query_out_stride_head,
-    key_stride0, key_stride1, key_stride_head, key_out_stride0, key_out_stride1, key_out_stride_head,
+    x, cos, sin, out, heads, size1, x_stride0, x_stride1, x_stride_head, out_stride0, out_stride1, out_stride_head,
     cos_stride0, cos_stride1, sin_stride0, sin_stride1,
-    HAS_KEY: tl.constexpr, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
     TABLE_ROUND: tl.constexpr, TABLE_CAST: tl.constexpr, BACKWARD: tl.constexpr,
     COMPUTE: tl.constexpr, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token, of queries and keys. Tokens have two outer dimensions."""
+    """All heads of one token. Tokens have two outer dimensions."""
     token = tl.program_id(0).to(tl.int64)
     i, j = token // size1, token % size1
     columns = tl.arange(0, BLOCK_HALF)
@@ -128,52 +115,30 @@ def rope(
     sin2 = _table(sin + HALF, columns, mask, TABLE_ROUND, TABLE_CAST, DTYPE, BITS)
     if BACKWARD:
         sin1, sin2 = -sin1, -sin2
-    query += i * query_stride0 + j * query_stride1
-    query_out += i * query_out_stride0 + j * query_out_stride1
-    _rotate_heads(query, query_out, query_stride_head, query_out_stride_head, query_heads, cos1, cos2, sin1, sin2, columns,
-                  HALF, BLOCK_HEADS, COMPUTE, DTYPE, CAST, BITS)  # fmt: skip
-    if HAS_KEY:
-        key += i * key_stride0 + j * key_stride1
-        key_out += i * key_out_stride0 + j * key_out_stride1
-        _rotate_heads(key, key_out, key_stride_head, key_out_stride_head, key_heads, cos1, cos2, sin1, sin2, columns,
-                      HALF, BLOCK_HEADS, COMPUTE, DTYPE, CAST, BITS)  # fmt: skip
+    x += i * x_stride0 + j * x_stride1
+    out += i * out_stride0 + j * out_stride1
+    for start in range(0, heads, BLOCK_HEADS):
+        head = (start + tl.arange(0, BLOCK_HEADS))[:, None].to(tl.int64)
+        mask2 = (head < heads) & mask[None, :]
+        source, target = x + head * x_stride_head + columns[None, :], out + head * out_stride_head + columns[None, :]
+        first = tl.load(source, mask=mask2, other=0.0).to(tl.float32)
+        second = tl.load(source + HALF, mask=mask2, other=0.0).to(tl.float32)
+        _store(target, _rotated(first, cos1, -second, sin1, COMPUTE, DTYPE, CAST, BITS), mask2, CAST, BITS)
+        _store(target + HALF, _rotated(second, cos2, first, sin2, COMPUTE, DTYPE, CAST, BITS), mask2, CAST, BITS)
 
 
 # -- SwiGLU and GeGLU -------------------------------------------------------------------------------------------------
 
 
 @triton.jit
-def _power_of_two(n):
-    return ((n + 127) << 23).to(tl.float32, bitcast=True)
+def _exp(x, BITS: tl.constexpr):
+    """CUDA's accurate exp, which PyTorch uses. The interpreter has no library, and its `tl.exp` is accurate."""
+    return tl.exp(x) if BITS else libdevice.exp(x)
 
 
 @triton.jit
-def _exp(x):
-    """exp to within an ulp. Triton's own is a GPU's fast one, too coarse next to a rounding; this is Sleef's."""
-    n = _nearest(x * 1.442695040888963407359924681001892137426645954152985934135449406931)
-    s = tl.fma(n, -0.693145751953125, x)
-    s = tl.fma(n, -1.428606765330187045e-06, s)
-    u = tl.fma(s, 0.000198527617612853646278381, 0.00139304355252534151077271)
-    u = tl.fma(u, s, 0.00833336077630519866943359)
-    u = tl.fma(u, s, 0.0416664853692054748535156)
-    u = tl.fma(u, s, 0.166666671633720397949219)
-    u = tl.fma(u, s, 0.5)
-    u = tl.fma(s * s, u, s) + 1.0
-    power = tl.minimum(tl.maximum(n, -300.0), 300.0).to(tl.int32)
-    u = u * _power_of_two(power >> 1) * _power_of_two(power - (power >> 1))
-    u = tl.where(x < -104.0, 0.0, u)
-    return tl.where(x > 100.0, float("inf"), u)
-
-
-@triton.jit
-def _nearest(x):
-    """The nearest integer, as a float, for |x| < 2^22."""
-    return (x + 12582912.0) - 12582912.0
-
-
-@triton.jit
-def _sigmoid(x):
-    return tl.div_rn(1.0, 1.0 + _exp(-x))
+def _sigmoid(x, BITS: tl.constexpr):
+    return tl.div_rn(1.0, 1.0 + _exp(-x, BITS))
 
 
 @triton.jit
@@ -182,35 +147,35 @@ def _gelu_inner(x):
 
 
 @triton.jit
-def _tanh(x):
-    return 2.0 * _sigmoid(2.0 * x) - 1.0
+def _tanh(x, BITS: tl.constexpr):
+    return 2.0 * _sigmoid(2.0 * x, BITS) - 1.0
 
 
 @triton.jit
-def _act(x, ACT: tl.constexpr):
+def _act(x, ACT: tl.constexpr, BITS: tl.constexpr):
     if ACT == "silu":
-        return tl.div_rn(x, 1.0 + _exp(-x))
+        return tl.div_rn(x, 1.0 + _exp(-x, BITS))
     if ACT == "gelu":
         return x * 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-    return 0.5 * x * (1.0 + _tanh(_gelu_inner(x)))
+    return 0.5 * x * (1.0 + _tanh(_gelu_inner(x), BITS))
 
 
 @triton.jit
-def _act_backward(grad, x, ACT: tl.constexpr):
+def _act_backward(grad, x, ACT: tl.constexpr, BITS: tl.constexpr):
     if ACT == "silu":
-        sigmoid = _sigmoid(x)
+        sigmoid = _sigmoid(x, BITS)
         return grad * sigmoid * tl.fma(x, 1.0 - sigmoid, 1.0)
     if ACT == "gelu":
         cdf = 0.5 * (1.0 + tl.erf(x * 0.7071067811865476))
-        return grad * tl.fma(x, 0.3989422804014327 * _exp(x * x * -0.5), cdf)
-    tanh = _tanh(_gelu_inner(x))
+        return grad * tl.fma(x, 0.3989422804014327 * _exp(x * x * -0.5, BITS), cdf)
+    tanh = _tanh(_gelu_inner(x), BITS)
     slope = 0.7978845608028654 * tl.fma(x * x, 3 * 0.044715, 1.0)
     return grad * tl.fma(0.5 * x * (1.0 - tanh * tanh), slope, 0.5 * (1.0 + tanh))
 
 
 @triton.jit
 def _silu_bf16_sigmoid(x, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr):
-    exp = _round(_exp(tl.abs(x)), DTYPE, CAST, BITS)
+    exp = _round(_exp(tl.abs(x), BITS), DTYPE, CAST, BITS)
     y = _round(tl.div_rn(1.0, _round(1.0 + exp, DTYPE, CAST, BITS)), DTYPE, CAST, BITS)
     return x * tl.where(x < 0.0, y, _round(1.0 - y, DTYPE, CAST, BITS))
 
@@ -227,7 +192,7 @@ def gated_act(
     mask = columns < width
     x = tl.load(gate + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
     factor = tl.load(up + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    activated = _silu_bf16_sigmoid(x, DTYPE, CAST, BITS) if BF16_SIGMOID else _act(x, ACT)
+    activated = _silu_bf16_sigmoid(x, DTYPE, CAST, BITS) if BF16_SIGMOID else _act(x, ACT, BITS)
     if ROUND:
         activated = _round(activated, DTYPE, CAST, BITS)
     _store(out + row * out_stride + columns, activated * factor, mask, CAST, BITS)
@@ -246,12 +211,12 @@ def gated_act_backward(
     d = tl.load(grad + row * grad_stride + columns, mask=mask, other=0.0).to(tl.float32)
     x = tl.load(gate + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
     factor = tl.load(up + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    activated = _act(x, ACT)
+    activated = _act(x, ACT, BITS)
     d_activated = d * factor
     if STEPWISE:
         activated = _round(activated, DTYPE, CAST, BITS)
         d_activated = _round(d_activated, DTYPE, "rne", BITS)
-    _store(grad_gate + row * grad_gate_stride + columns, _act_backward(d_activated, x, ACT), mask, "rne", BITS)
+    _store(grad_gate + row * grad_gate_stride + columns, _act_backward(d_activated, x, ACT, BITS), mask, "rne", BITS)
     _store(grad_up + row * grad_up_stride + columns, d * activated, mask, "rne", BITS)
 
 
@@ -265,7 +230,9 @@ def _row(base, row, size1, size2, stride0, stride1, stride2):
 
 
 @triton.jit
-def _sum_rounded(total, when: tl.constexpr, SUM_ROUND: tl.constexpr, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr):
+def _sum_rounded(
+    total, when: tl.constexpr, SUM_ROUND: tl.constexpr, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr
+):
     """The residual sum as the variance (`when` is before_var) or the normalisation (after_var) sees it."""
     if SUM_ROUND == "before_var" or SUM_ROUND == when:
         return _round(total, DTYPE, CAST, BITS)
@@ -321,7 +288,7 @@ def add_rms_norm_backward(
     d_scale = tl.zeros((BLOCK,), dtype=tl.float32)
     first = tl.program_id(0)
     for number in range(first, rows, tl.num_programs(0)):
-        row = number.to(tl.int64)
+        row = tl.cast(number, tl.int64)
         source = _row(x, row, size1, size2, x_stride0, x_stride1, x_stride2)
         total = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
         if HAS_RESIDUAL:

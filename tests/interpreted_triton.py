@@ -1,0 +1,257 @@
+"""The Triton kernels against the reference, in Triton's interpreter. Run by `test_triton.py`, with TRITON_INTERPRET=1.
+
+Bits are equal wherever FP32 leaves no room. Where it does (the last bits of exp, erf and tanh; the order of a sum), a result
+lies between what the formula gives for slightly less and slightly more of the quantity in question.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from strategies import LAYOUTS, NORM, ROPE, SWIGLU, casts, laid_out, tensors
+from tripoint import ops
+from tripoint.ops import reference, triton
+from tripoint.ops.backend import backend_for
+from tripoint.ops.rounding import cast_to, round_to
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+EPS = 1e-6
+ULP = 2.0**-23
+dtypes = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+some = settings(max_examples=8, deadline=None)
+shapes = st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 5), st.sampled_from([2, 6, 16, 24, 64]))
+
+
+def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
+
+
+def same(mine: Tensor, theirs: Tensor) -> bool:
+    """Equal bits, dtype and layout, any NaN equal to any other."""
+    assert mine.dtype == theirs.dtype
+    assert mine.shape == theirs.shape
+    assert mine.numel() <= 1 or mine.stride() == theirs.stride()
+    integer = {2: torch.int16, 4: torch.int32}[mine.element_size()]
+    bits = [t.contiguous().view(integer) for t in (mine, theirs)]
+    return bool(((bits[0] == bits[1]) | (mine.isnan() & theirs.isnan())).all())
+
+
+def between(x: Tensor, one: Tensor, other: Tensor) -> bool:
+    x, one, other = x.double(), one.double(), other.double()
+    return bool(((torch.minimum(one, other) <= x) & (x <= torch.maximum(one, other))).all())
+
+
+def test_these_kernels_are_the_ones_that_run() -> None:
+    assert triton.INTERPRETED
+    assert backend_for(torch.device("cpu")) is triton
+    x = random((3, 8), BF16)
+    assert same(ops.residual_add(x, x, True, "rne", BF16), reference.residual_add(x, x, True, "rne", BF16))
+
+
+@dtypes
+@pytest.mark.parametrize("code", ROPE)
+@some
+@given(data=st.data(), cast=casts, unrounded=st.booleans(), shape=shapes, seq_first=st.booleans())
+def test_rope(
+    dtype: torch.dtype,
+    code: str,
+    data: st.DataObject,
+    cast: str,
+    unrounded: bool,
+    shape: tuple[int, int, int, int],
+    seq_first: bool,
+) -> None:
+    batch, heads, seq, head_dim = shape
+    if seq_first:
+        shape, table = (batch, seq, heads, head_dim), (1, seq, 1, head_dim)
+    else:
+        table = (data.draw(st.sampled_from([1, batch])), 1, seq, head_dim)
+    x_dtype = FP32 if unrounded else dtype
+    x, grad = data.draw(tensors(shape, x_dtype)), data.draw(tensors(shape, dtype))
+    cos, sin = (data.draw(tensors(table, FP32, special=False)) for _ in range(2))
+    settings = (*ROPE[code], cast, dtype)
+    assert same(triton.rope(x, cos, sin, *settings), reference.rope(x, cos, sin, *settings))
+    settings = (*settings, x_dtype)
+    assert same(triton.rope_backward(grad, cos, sin, *settings), reference.rope_backward(grad, cos, sin, *settings))
+
+
+def test_rope_without_heads_and_with_more_than_fit_one_block() -> None:
+    settings = (*ROPE["R3"], "rne", BF16)
+    x, angles = random((2, 5, 16), BF16), random((5, 16), FP32, 1)
+    assert same(triton.rope(x, angles, angles, *settings), reference.rope(x, angles, angles, *settings))
+    x, angles = random((2, 70, 3, 128), BF16), random((3, 128), FP32, 1)
+    assert same(triton.rope(x, angles, angles, *settings), reference.rope(x, angles, angles, *settings))
+
+
+def activation(x: Tensor, act: str) -> Tensor:
+    if act == "silu":
+        return torch.nn.functional.silu(x)
+    return torch.nn.functional.gelu(x, approximate="tanh" if act == "gelu_tanh" else "none")
+
+
+@dtypes
+@pytest.mark.parametrize(
+    ("code", "act"), [(c, a) for c in SWIGLU for a in ("silu", "gelu", "gelu_tanh") if c != "S5" or a == "silu"]
+)
+@some
+@given(data=st.data(), cast=casts, shape=st.tuples(st.integers(1, 3), st.integers(1, 3), st.integers(1, 70)))
+def test_gated_act(
+    dtype: torch.dtype, code: str, act: str, data: st.DataObject, cast: str, shape: tuple[int, int, int]
+) -> None:
+    gate, up, grad = (data.draw(tensors(shape, dtype, scale=2.0, special=False)) for _ in range(3))
+    out = triton.gated_act(gate, up, act, *SWIGLU[code], cast)
+    grad_gate, grad_up = triton.gated_act_backward(grad, gate, up, act, *SWIGLU[code], cast)
+    assert out.stride() == torch.empty_like(gate).stride()
+    x = gate.double().requires_grad_()
+    exact = activation(x, act)
+    (slope,) = torch.autograd.grad(exact.sum(), x)
+    exact = exact.detach()
+    room = 4 * ULP * (exact.abs() + (0 if act == "silu" else gate.double().abs()))
+    around = [(exact - room).float(), (exact + room).float()]
+    stepwise = code == "S1"
+    if stepwise:
+        around = [round_to(a, dtype, cast) for a in around]
+    if code == "S5":
+        assert same(out, reference.gated_act(gate, up, act, *SWIGLU[code], cast))
+    else:
+        assert between(out, *(cast_to(a.double() * up.double() * r, dtype, cast) for a, r in zip(around, (1, 1), strict=True)))
+    assert between(grad_up, *(cast_to(a.double() * grad.double(), dtype, "rne") for a in around))
+    d_activated = grad.double() * up.double()
+    if stepwise:
+        d_activated = round_to(d_activated.float(), dtype, "rne").double()
+    room = 8 * ULP * (1 + gate.double().abs()) * d_activated.abs()
+    assert between(grad_gate, *(cast_to(d_activated * slope + r, dtype, "rne") for r in (-room, room)))
+
+
+@dtypes
+@pytest.mark.parametrize("code", SWIGLU)
+def test_swiglu_differs_from_the_reference_in_no_more_than_exps_last_bit(dtype: torch.dtype, code: str) -> None:
+    gate, up = random((512, 1000), dtype, 0, 3.0), random((512, 1000), dtype, 1)
+    mine = triton.gated_act(gate, up, "silu", *SWIGLU[code], "rne")
+    theirs = reference.gated_act(gate, up, "silu", *SWIGLU[code], "rne")
+    ulps = (mine.view(torch.int16).int() - theirs.view(torch.int16).int()).abs()
+    assert ulps.max() <= 1
+    assert (ulps > 0).float().mean() <= 5e-5
+
+
+def norm_given(
+    rstd: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, code: str, cast: str, dtype: torch.dtype
+) -> Tensor:
+    """The FP32 output of the reference's norm, had it found this reciprocal root mean square."""
+    _, _, seen_by_norm = reference._norm_inputs(x, residual, NORM[code][0], cast, dtype)
+    normalised = seen_by_norm * rstd
+    return (round_to(normalised, dtype, cast) if NORM[code][1] else normalised) * weight.float()
+
+
+@dtypes
+@pytest.mark.parametrize("code", NORM)
+@some
+@given(
+    data=st.data(),
+    cast=casts,
+    wide=st.tuples(*[st.booleans()] * 2),
+    has_residual=st.booleans(),
+    out_round=st.booleans(),
+    carry_round=st.sampled_from([None, True, False]),
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 3), st.integers(2, 70)),
+)
+def test_add_rms_norm(
+    dtype: torch.dtype,
+    code: str,
+    data: st.DataObject,
+    cast: str,
+    wide: tuple[bool, bool],
+    has_residual: bool,
+    out_round: bool,
+    carry_round: bool | None,
+    shape: tuple[int, ...],
+) -> None:
+    x_dtype, residual_dtype = (FP32 if w else dtype for w in wide)
+    x = data.draw(tensors(shape, x_dtype, special=False))
+    residual = data.draw(tensors(shape, residual_dtype, special=False)) if has_residual else None
+    weight = data.draw(tensors(shape[-1:], dtype, special=False, strided=False))
+    forward = (x, residual, weight, EPS, *NORM[code], out_round, carry_round, cast, dtype)
+    out, carry, rstd = triton.add_rms_norm(*forward)
+    _, their_carry, their_rstd = reference.add_rms_norm(*forward)
+    assert same(carry, their_carry)
+    torch.testing.assert_close(rstd, their_rstd, rtol=8 * ULP, atol=0)
+    out_dtype = dtype if out_round else FP32
+    expected = cast_to(norm_given(rstd, x, residual, weight, code, cast, dtype), out_dtype, cast)
+    assert same(out, torch.empty_like(x, dtype=out_dtype).copy_(expected))
+
+    grad = data.draw(tensors(shape, out_dtype, special=False))
+    grad_carry = None if carry_round is None else data.draw(tensors(shape, dtype if carry_round else FP32, special=False))
+    backward = (grad, grad_carry, x, residual, weight, rstd, *NORM[code], out_round, cast, dtype)
+    mine, theirs = triton.add_rms_norm_backward(*backward), reference.add_rms_norm_backward(*backward)
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.dtype == other.dtype
+        assert one.numel() <= 1 or one.stride() == other.stride()
+        # A sum in another order moves the FP32 value a little, and with it at most one rounding to a neighbour.
+        precision = {FP32: 2.0**-20, FP16: 2.0**-10, BF16: 2.0**-7}[one.dtype]
+        scale = other.float().abs().max() if other.numel() else 0
+        torch.testing.assert_close(one.float(), other.float(), rtol=precision, atol=float(2.0**-18 * scale))
+
+
+@dtypes
+@pytest.mark.parametrize("code", NORM)
+@pytest.mark.parametrize("cast", ["rne", "rtz"])
+@pytest.mark.parametrize("out_round", [True, False])
+@pytest.mark.parametrize("residual_dtype", [None, BF16, FP32])
+def test_norm_of_two_numbers_leaves_no_room(
+    dtype: torch.dtype, code: str, cast: str, out_round: bool, residual_dtype: torch.dtype | None
+) -> None:
+    """Sums of two numbers have one order: every rounding, forward and backward, shows in the bits."""
+    weight = random((2,), dtype, 9)
+    for seed in range(6):
+        x, grad = random((2, 2), dtype, seed), random((2, 2), dtype if out_round else FP32, seed + 10)
+        residual = None if residual_dtype is None else random((2, 2), dtype if residual_dtype == BF16 else FP32, seed + 20)
+        grad_carry = random((2, 2), FP32, seed + 30)
+        forward = (x, residual, weight, EPS, *NORM[code], out_round, False, cast, dtype)
+        theirs = reference.add_rms_norm(*forward)
+        for one, other in zip(triton.add_rms_norm(*forward), theirs, strict=True):
+            assert same(one, other)
+        backward = (grad, grad_carry, x, residual, weight, theirs[2], *NORM[code], out_round, cast, dtype)
+        pairs = zip(triton.add_rms_norm_backward(*backward), reference.add_rms_norm_backward(*backward), strict=True)
+        for one, other in pairs:
+            assert same(one, other)
+
+
+@dtypes
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_more_rows_than_programs_and_two_runs_alike(dtype: torch.dtype, layout: str) -> None:
+    shape = (2, 3, 100, 5)
+    x, grad = laid_out(random(shape, dtype), layout), laid_out(random(shape, dtype, 1), layout)
+    weight = random((5,), dtype, 2)
+    rstd = reference.add_rms_norm(x, None, weight, EPS, *NORM["N3"], True, None, "rne", dtype)[2]
+    backward = (grad, None, x, None, weight, rstd, *NORM["N3"], True, "rne", dtype)
+    first, second = triton.add_rms_norm_backward(*backward), triton.add_rms_norm_backward(*backward)
+    assert all(same(one, other) for one, other in zip(first, second, strict=True))
+    exact = (grad.double() * x.double() * rstd.double()).sum((0, 1, 2))
+    torch.testing.assert_close(first[2].double(), exact, rtol=2.0**-8, atol=1e-4)
+
+
+@dtypes
+@some
+@given(data=st.data(), cast=casts, wide=st.tuples(st.booleans(), st.booleans()), rounded=st.booleans(), n=st.integers(1, 99))
+def test_residual_add_and_cast(
+    dtype: torch.dtype, data: st.DataObject, cast: str, wide: tuple[bool, bool], rounded: bool, n: int
+) -> None:
+    x, residual = (data.draw(tensors((2, 3, n), FP32 if w else dtype)) for w in wide)
+    add = (x, residual, rounded, cast, dtype)
+    assert same(triton.residual_add(*add), reference.residual_add(*add))
+    assert same(triton.cast_to(x.contiguous(), dtype, cast), reference.cast_to(x.contiguous(), dtype, cast))
+
+
+def test_empty_batches() -> None:
+    x, weight = torch.empty(0, 5, 64, dtype=BF16), random((64,), BF16)
+    cos = torch.ones(1, 5, 64)
+    assert triton.rope(x, cos, cos, "bf16", "fp32", "rne", BF16).shape == x.shape
+    assert triton.gated_act(x, x, "silu", False, "fp32", "rne").shape == x.shape
+    out, carry, rstd = triton.add_rms_norm(x, x, weight, EPS, "never", False, True, True, "rne", BF16)
+    assert out.shape == carry.shape == x.shape
+    grads = triton.add_rms_norm_backward(x, x, x, x, weight, rstd, "never", False, True, "rne", BF16)
+    assert torch.equal(grads[2], torch.zeros(64, dtype=BF16))
