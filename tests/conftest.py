@@ -10,7 +10,7 @@ import torch
 
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
-    """Tiny tensors are done before a second thread has woken up, and on a busy machine waiting for it takes most of the time."""
+    """Tiny tensors are done before a second thread has woken up, and waiting for it can take most of the time."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -24,6 +24,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 OWN = "R1 S1 N1"
 """What transformers does by itself."""
+ENGINE = "R3 S3 N3 carry=layer"
 TARGETS = ("R1 S1 N1", "R3 S3 N3 carry=layer qk=none", "R4 S1 N4 carry=fp32 qk=norm", "R3 S3 N5 N.final=N2 carry=3")
 
 architectures = pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -125,7 +126,7 @@ def test_undo_gives_back_the_old_bits_and_leaves_nothing(architecture: str, dtyp
     model, ids = tiny(architecture, dtype=dtype), tokens()
     before, keys, attributes = step(model, ids), list(model.state_dict()), [set(vars(m)) for m in model.modules()]
 
-    first = align(model, "R3 S3 N3 carry=layer")
+    first = align(model, ENGINE)
     second = align(model, "R4 S1 N2")
     assert list(model.state_dict()) == keys
     if dtype == BF16:
@@ -140,9 +141,9 @@ def test_undo_gives_back_the_old_bits_and_leaves_nothing(architecture: str, dtyp
 
 def test_aligning_again_changes_nothing_and_moving_leaves_no_trace() -> None:
     model, ids = tiny("qwen3"), tokens()
-    align(model, "R3 S3 N3 carry=layer")
+    align(model, ENGINE)
     once = step(model, ids)
-    again = align(model, "R3 S3 N3 carry=layer")
+    again = align(model, ENGINE)
     assert differing(step(model, ids), once) == []
     assert all(site.before == site.after for site in again.sites)
     for target in TARGETS:
@@ -155,12 +156,12 @@ def test_aligning_again_changes_nothing_and_moving_leaves_no_trace() -> None:
 def test_saving_and_reloading_gives_the_aligned_bits(tmp_path: Path) -> None:
     model, ids = tiny("qwen3"), tokens()
     before = logits(model, ids)
-    align(model, "R3 S3 N3 carry=layer")
+    align(model, ENGINE)
     aligned = logits(model, ids)
     model.save_pretrained(tmp_path)
     reloaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=BF16)
     assert same(logits(reloaded, ids), before)
-    align(reloaded, "R3 S3 N3 carry=layer")
+    align(reloaded, ENGINE)
     assert same(logits(reloaded, ids), aligned)
 
 
@@ -187,6 +188,12 @@ def test_the_record_names_every_module_with_its_rounding_before_and_after() -> N
     by_name = {site.module: (site.before, site.after) for site in moved.sites}
     assert by_name["model.layers.0.self_attn"] == ("R3", "R4")
     assert by_name["model.layers.0"] == ("carry=layer", "carry=[1, 3]")
+
+
+def test_the_record_speaks_of_qk_norms_only_where_there_are_any() -> None:
+    without, having = align(tiny("llama"), ENGINE), align(tiny("qwen3"), ENGINE)
+    assert (str(without.before), str(without.schedule)) == ("R1 S1 N1", ENGINE)
+    assert (str(having.before), str(having.schedule)) == ("R1 S1 N1 qk=both", f"{ENGINE} qk=both")
 
 
 def test_the_record_of_fp32_weights_starts_from_what_autocast_does() -> None:
@@ -237,7 +244,7 @@ def test_hooks_go_on_seeing_one_tensor_and_may_replace_it() -> None:
         module.register_forward_hook(lambda module, args, output, name=name: seen[name].append(output))
         module.register_full_backward_hook(lambda module, grads, _, name=name: seen[name].extend(grads))
     before = step(model, ids)
-    for target in (OWN, "R3 S3 N3 carry=layer"):
+    for target in (OWN, ENGINE):
         for tensors in seen.values():
             tensors.clear()
         align(model, target)
@@ -327,7 +334,7 @@ def test_what_is_not_known_is_refused_by_name_and_left_alone(case: str) -> None:
 
 def test_a_refused_move_keeps_the_alignment_there_was() -> None:
     model, ids = tiny("llama", "yarn"), tokens()
-    align(model, "R3 S3 N3 carry=layer")
+    align(model, ENGINE)
     bits = logits(model, ids)
     with pytest.raises(UsageError):
         align(model, "R4 S3 N3 angle=exp2")

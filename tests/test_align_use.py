@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, PreTrainedModel
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, DynamicCache, PreTrainedModel
 
 from sites import mismatches, record
 from tiny import ARCHITECTURES, HIDDEN, counted, differing, logits, same, step, tiny, tokens
@@ -158,6 +158,20 @@ def test_generation_from_a_model_in_training_mode_is_what_it_was() -> None:
     before = generate(model, ids)
     align(model, OWN)
     assert all(map(torch.equal, generate(model, ids), before))
+
+
+def test_a_cache_given_to_a_checkpointed_model_is_left_alone_as_before() -> None:
+    model, ids = tiny("qwen3"), tokens()
+    model.train()
+    model.gradient_checkpointing_enable()
+    steps = []
+    for target in (None, OWN):
+        if target is not None:
+            align(model, target)
+        cache = DynamicCache(config=model.config)
+        steps.append(step(model, ids, past_key_values=cache))
+        assert cache.get_seq_length() == 0
+    assert differing(*steps) == []
 
 
 @architectures

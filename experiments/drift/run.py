@@ -1,6 +1,6 @@
 """One systematic-drift measurement as a config says: `python experiments/drift/run.py experiments/drift/NAME.toml`.
 
-Writes NAME.json next to the config. Every stack's scores are kept under out/drift/NAME, so that a run that was interrupted goes on
+Writes NAME.json next to the config. Every stack's scores are kept under out/drift/NAME, so that an interrupted run goes on
 where it stopped, and the statistics can be made again without scoring again.
 """
 
@@ -81,7 +81,14 @@ def main(path: Path) -> None:
         with open_stack(config["engine"], model) as engine:
             about = {"conditions": engine.conditions(), "versions": engine.versions()}
             result = measure_systematic(
-                engine, trainer, dithering, schedules, full=True, replicates=config["replicates"], seed=config["seed"], stage=stage
+                engine,
+                trainer,
+                dithering,
+                schedules,
+                full=True,
+                replicates=config["replicates"],
+                seed=config["seed"],
+                stage=stage,
             )
         ids = torch.tensor([[*r.prompt_ids, *r.completion_ids] for r in rollouts[:8]])
         local = local_errors(trainer.model, ids, *schedules)

@@ -25,8 +25,12 @@ def align(model: nn.Module, to: str | Path | RoundingSchedule) -> Alignment:
     `.toml`, or a schedule. Where it says nothing about QK-norms, theirs round like transformers' (`qk=both`).
 
     Only instances change: each aligned module gets a `forward` of its own. Parameters, `state_dict`, hooks and device
-    placement stay. Aligning again moves the model to the new target. Raises UsageError, and changes nothing, for an unknown
-    target and for a module whose layout is not known.
+    placement stay; compiled models are compiled anew. Modules patched by Liger are taken over, which the record says.
+    Aligning again moves the model to the new target.
+
+    Raises UsageError, and changes nothing, for an unknown target, for a module whose layout is not known, and for one that
+    another library has patched. If something between the layers casts what the schedule needs in FP32 (FSDP2 with
+    `cast_forward_inputs=True`), the forward pass raises RuntimeError rather than round twice.
     """
     # torch and transformers take seconds to import, and the command line wants `tripoint` without them.
     from tripoint.align.model import align_model

@@ -97,7 +97,8 @@ class AlignedNorm(AlignedForward):
         self.needs_fp32 = after_add and self.sum_round != "before_var"
 
     def forward(self, hidden_states: Tensor, *, residual: Tensor | None = None, carry: Carry | None = None) -> Tensor:
-        """The normalised `hidden_states + residual`."""
+        """The normalised `hidden_states + residual`. `residual` is a keyword argument so that hooks which replace a module's
+        input replace `hidden_states` alone."""
         weight: Tensor = self.module.weight  # type: ignore[assignment]
         dtype = compute_dtype(weight.dtype, hidden_states)
         if dtype is None:

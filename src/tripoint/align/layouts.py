@@ -63,6 +63,10 @@ class Decoder:
         return next(place.module for place in self.places if place.kind == "rotary")
 
     @property
+    def has_qk_norm(self) -> bool:
+        return any(place.site == "qk" for place in self.places)
+
+    @property
     def weight_dtype(self) -> torch.dtype:
         """The dtype of the final norm's weight, which stands for the model's."""
         weight: Any = next(place.module.weight for place in self.places if place.site == "final")

@@ -24,7 +24,7 @@ from tripoint.align.forwards import (
 from tripoint.align.layouts import Decoder, Place, find_decoders
 from tripoint.errors import UsageError
 from tripoint.profiles import Target, resolve_target
-from tripoint.schedule import RoundingSchedule
+from tripoint.schedule import QkNormRounding, RoundingSchedule
 
 # What transformers' own code does in the known layouts: with BF16 or FP16 weights, and with FP32 weights under autocast.
 TRANSFORMERS = RoundingSchedule.parse("R1 S1 N1 qk=both")
@@ -77,8 +77,8 @@ def align_model(model: nn.Module, to: str | Path | RoundingSchedule) -> Alignmen
     target = resolve_target(to)
     decoders = find_decoders(model)
     schedule = target.schedule
-    if schedule.norm.qk is None:
-        schedule = dataclass_replace(schedule, norm=dataclass_replace(schedule.norm, qk=TRANSFORMERS.norm.qk))
+    if schedule.norm.qk is None and any(decoder.has_qk_norm for decoder in decoders):
+        schedule = _with_qk(schedule, TRANSFORMERS.norm.qk)
     for decoder in decoders:
         _check_supported(schedule, decoder)
 
@@ -120,7 +120,12 @@ def _schedule_before(decoder: Decoder) -> RoundingSchedule:
     site = aligned(decoder.rotary)
     if site is not None:
         return site.schedule
-    return TRANSFORMERS_AUTOCAST if decoder.weight_dtype == torch.float32 else TRANSFORMERS
+    own = TRANSFORMERS_AUTOCAST if decoder.weight_dtype == torch.float32 else TRANSFORMERS
+    return own if decoder.has_qk_norm else _with_qk(own, None)
+
+
+def _with_qk(schedule: RoundingSchedule, qk: QkNormRounding | None) -> RoundingSchedule:
+    return dataclass_replace(schedule, norm=dataclass_replace(schedule.norm, qk=qk))
 
 
 def _check_supported(schedule: RoundingSchedule, decoder: Decoder) -> None:

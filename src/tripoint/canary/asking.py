@@ -84,15 +84,24 @@ def ask(stack: Stack, canary: Canary) -> Fingerprint:
     """
     started = time.monotonic()
 
+    doubtful = 0
+
     def generate(prompts: Sequence[Sequence[int]], tokens: int) -> list[tuple[int, ...]]:
-        return [rollout.completion_ids for rollout in stack.sample(prompts, max_tokens=tokens, seed=0, temperature=0.0)]
+        nonlocal doubtful
+        rollouts = stack.sample(prompts, max_tokens=tokens, seed=0, temperature=0.0)
+        doubtful += sum(not rollout.logprobs[-1] > -0.01 for rollout in rollouts if rollout.logprobs)
+        return [rollout.completion_ids for rollout in rollouts]
 
     observed = Observed(
         prefill=[ids[0] for ids in generate([prompt.tokens for prompt in canary.prompts], 1)],
         decoded=generate([prompt.decode for prompt in canary.decode_prompts if prompt.decode], 2),
         alone=[generate([prompt.tokens], 1)[0][0] for prompt in canary.decode_prompts],
     )
-    return _finished(read(canary, observed, stack.name), canary, stack.conditions(), stack.versions(), started)
+    found = read(canary, observed, stack.name)
+    if doubtful:  # the output weights are so large that every answer is certain
+        finding = f"{doubtful} answers were not certain by the stack's own logprobs: is something done to its logits?"
+        found = replace(found, findings=(*found.findings, finding))
+    return _finished(found, canary, stack.conditions(), stack.versions(), started)
 
 
 def _finished(

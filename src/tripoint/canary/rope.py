@@ -38,6 +38,7 @@ _FILLS, _FILL_SCALE = 4, 16.0
 QK_MARGIN = 0.01  # with a QK-norm seven times as many candidates round
 EXACT_MARGIN = 1e-3  # in front of the rounding there is one multiplication
 ANGLE_MARGIN = 7e-4  # of tables
+
 _ROPE = [RoundingSchedule.parse(f"{code} S1 N1").rope for code in ("R1", "R2", "R3", "R4")]
 _QK_NORMS = list(
     dict.fromkeys(QkNormRounding(norm, out, cast) for norm, out, cast in product((True, False), (True, False), CASTS))
@@ -49,6 +50,7 @@ _VALUES = ("qx", "qy", "kx", "ky", "q_rstd", "k_rstd")
 _PROPOSAL = np.dtype([("pair", int), ("at", int), ("key_at", int), *((name, float) for name in _VALUES)])
 Proposals = NDArray[np.void]
 Pair = tuple[Array, Array]
+Score = Callable[[Proposals, Candidate, Rounding], Array]
 
 
 def layers_asked(layers: int) -> list[int]:
@@ -60,13 +62,14 @@ def rope(circuit: Circuit, rng: np.random.Generator) -> list[Question]:
     """What happens to queries and to keys."""
     bench = _Bench(circuit, rng)
     bench.wire()
+    lone, whole = bench.lone_score, bench.score
     questions = [
-        bench.question("query", bench.propose_lone_queries(), bench.propose_queries()),
-        bench.question("key", bench.propose_keys()),
+        bench.question("query", (bench.propose_lone_queries(), lone), (bench.propose_queries(), whole)),
+        bench.question("key", (bench.propose_keys(), whole)),
     ]
     if bench.angle_pairs:
         questions.append(bench.angle_question())
-    return questions
+    return [question for question in questions if question.prompts]
 
 
 class _Bench:
@@ -91,18 +94,21 @@ class _Bench:
                 odd = self.pairs[1 - side :: 2]
                 self.weights[side][:, odd] = bf16(rng.uniform(1.1, 1.9, (2, len(odd))))
 
-    def question(self, place: str, *proposed: Proposals) -> Question:
-        """The question about the table, the products and the casts, whatever the angle's order of operations."""
+    def question(self, place: str, *proposed: tuple[Proposals, Score]) -> Question:
+        """The question about the table, the products and the casts, whatever the angle's order of operations.
+
+        Each batch of proposals comes with the function that works out its scores."""
         candidates = [candidate.without("rope.angle") for candidate in self._candidates(("pos*inv",))]
         margin = QK_MARGIN if self.shape.qk_norm else emulator.MARGIN
-        safe = [self._answers(proposals, candidates, emulator.ANGLE_NOISE, margin) for proposals in proposed]
+        safe = [self._answers(*batch, candidates, emulator.ANGLE_NOISE, margin) for batch in proposed]
         proposals, expected = (np.concatenate(part) for part in zip(*safe, strict=True))
         return question(self.circuit, "rope", place, candidates, expected, self._maker(place, proposals))
 
     def angle_question(self) -> Question:
         """The question about the angle, to be read once the rest is known: it goes down to the last bits of FP32."""
         candidates = self._candidates(self.rotary.angle_forms)
-        proposals, expected = self._answers(self.propose_angles(), candidates, emulator.FP32_NOISE, ANGLE_MARGIN)
+        proposed = self.propose_angles()
+        proposals, expected = self._answers(proposed, self.lone_score, candidates, emulator.FP32_NOISE, ANGLE_MARGIN)
         groups = [number // len(self.rotary.angle_forms) for number in range(len(candidates))]
         maker = self._maker("angle", proposals)
         return question(self.circuit, "rope.angle", "query", candidates, expected, maker, times=2, groups=groups)
@@ -116,16 +122,15 @@ class _Bench:
         ]
 
     def _answers(
-        self, proposals: Proposals, candidates: list[Candidate], noise: float, margin: float
+        self, proposals: Proposals, score: Score, candidates: list[Candidate], noise: float, margin: float
     ) -> tuple[Proposals, Answers]:
         """The proposals that keep the margin under every candidate, and the answers [proposal, candidate]."""
-        lone = bool(((proposals["kx"] == 0) | (proposals["ky"] == 0)).all())
         columns: list[Array] = []
         for candidate in candidates:
             rounded = Rounding(candidate.parts[0].cast, len(proposals), noise)
-            score = (self._lone_score if lone else self._score)(proposals, candidate, rounded)
+            columns.append(score(proposals, candidate, rounded))
             safe = rounded.margin >= margin
-            proposals, columns = proposals[safe], [column[safe] for column in (*columns, score)]
+            proposals, columns = proposals[safe], [column[safe] for column in columns]
         scores = np.stack(columns, axis=1)
         if not self.shape.qk_norm:  # with a QK-norm the query's size is the norm's
             quietest = np.where(scores == 0, np.inf, np.abs(scores)).min(1) * _LOUDEST / math.sqrt(self.shape.head_dim)
@@ -272,7 +277,7 @@ class _Bench:
         rounded.require(in_norm.margin)
         return x, y
 
-    def _lone_score(self, proposals: Proposals, candidate: Candidate, rounded: Rounding) -> Array:
+    def lone_score(self, proposals: Proposals, candidate: Candidate, rounded: Rounding) -> Array:
         """The rotated query's element that meets the key, with the key's sign; neither of their last roundings matters."""
         rope: RopeRounding = candidate.parts[0]
         x, y = self._normed(proposals, 0, candidate, rounded)
@@ -281,7 +286,7 @@ class _Bench:
         total = emulator.turn(np.where(first, x, y), np.where(first, y, -x), cos, sin, rope, rounded)
         return total * (proposals["kx"] + proposals["ky"])
 
-    def _score(self, proposals: Proposals, candidate: Candidate, rounded: Rounding) -> Array:
+    def score(self, proposals: Proposals, candidate: Candidate, rounded: Rounding) -> Array:
         """Rotated query times rotated key, whose sign must be the same for kernels that scale the query, or both, in BF16."""
         rope: RopeRounding = candidate.parts[0]
         sides: list[Pair] = []

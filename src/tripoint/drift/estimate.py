@@ -7,11 +7,11 @@ log-probability under rounding noise, its variance v_t is the noise. Between sta
 
 estimates the mean squared difference of the expected log-probabilities without bias, and may come out negative.
 
-Errors are by a two-way bootstrap. Sequences are resampled, never tokens: those of one sequence share their context. Replicates
-are resampled too, because one dither acts on all sequences at once. Resampling both at a time would count the noise of each
-(sequence, replicate) cell twice, so the two variances are taken apart, and of the replicates' only what sequences have in
-common is added (the covariance between different sequences), as in multiway clustering (Cameron, Gelbach and Miller 2011).
-Whoever compares several stacks with one gets all their errors jointly, so that differences between them are paired.
+Errors are clustered both ways (Cameron, Gelbach and Miller 2011). Sequences are bootstrapped, never tokens: those of one
+sequence share their context. One dither acts on all sequences at once, so what they have in common through it is added: the
+covariance between different sequences. It is put together from products of different replicates; resampling those with
+replacement would count the noise of a square up to three times. Whoever compares several stacks with one gets all their
+errors jointly, so that differences between them are paired.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from tripoint.drift.dither import Floats, Replicates
 from tripoint.errors import MeasurementError
 
 RESAMPLES = 1000
-REPLICATE_RESAMPLES = 300
 MIN_SEQUENCES = 8
 
 
@@ -97,9 +96,11 @@ class Systematic:
             )
         self._reference = reference.values[:, chosen]
         self._others = [other.values[:, chosen] for other in others.values()]
-        self._rng = np.random.default_rng(seed)
-        everything = [np.ones((1, len(values))) for values in (self._reference, *self._others)]
-        self._sums = self._squared(everything)[0]
+        self._bootstrap = np.random.default_rng(seed).multinomial(n := len(self._counts), np.full(n, 1 / n), size=RESAMPLES)
+        mean = self._reference.mean(axis=0)
+        error = _error(self._reference)
+        columns = [(other.mean(axis=0) - mean) ** 2 - error - _error(other) for other in self._others]
+        self._sums = np.stack([np.add.reduceat(column, self._starts) for column in columns], axis=1)
 
     def combine(self, coefficients: Mapping[str, float]) -> Estimate:
         """The sum of coefficient * variance over the named stacks: one variance, a difference, a Shapley value."""
@@ -127,7 +128,7 @@ class Systematic:
             value /= whole
             numerator = (numerator - value * denominator) / whole
         by_sequence = self._sequence_variance(self._sums @ numerator)
-        shared = self._shared_variance(self._resampled @ numerator)
+        shared = max(0.0, self._shared_variance(numerator))
         total = by_sequence + shared
         fewest = min(len(values) for values in (self._reference, *self._others) if len(values) > 1)
         squares = by_sequence**2 / (len(self._counts) - 1) + shared**2 / (fewest - 1)
@@ -137,56 +138,96 @@ class Systematic:
     def _sequence_variance(self, sums: Floats) -> float:
         """Of the mean over tokens, by resampling sequences; corrected for the one degree of freedom that it loses."""
         n = len(self._counts)
-        means = (self._sequence_counts @ sums) / (self._sequence_counts @ self._counts)
+        means = (self._bootstrap @ sums) / (self._bootstrap @ self._counts)
         return float(means.var(ddof=1)) * n / (n - 1)
 
-    def _shared_variance(self, sums: Floats) -> float:
-        """What resampling replicates moves in all sequences alike: the covariance between sequences. `sums`: (draws, n)."""
-        tokens = self._counts.sum()
-        together = float((sums.sum(axis=1) / tokens).var(ddof=1))
-        alone = float((sums / tokens).var(axis=0, ddof=1).sum())
-        return max(0.0, together - alone)
+    def _shared_variance(self, coefficients: Floats) -> float:
+        """What all sequences have in common because they were scored under the same dithers.
 
-    @cached_property
-    def _sequence_counts(self) -> Floats:
-        n = len(self._counts)
-        return self._rng.multinomial(n, np.full(n, 1 / n), size=RESAMPLES).astype(np.float64)
-
-    @cached_property
-    def _resampled(self) -> Floats:
-        """The per-sequence sums with every stack's replicates resampled: (draws, sequences, stacks)."""
-        draws = []
-        for values in (self._reference, *self._others):
-            k = len(values)
-            counts = self._rng.multinomial(k, np.full(k, 1 / k), size=4 * REPLICATE_RESAMPLES)
-            # A draw of one replicate only has no pair to estimate a square from.
-            usable = counts[counts.max(axis=1) < max(k, 2)]
-            draws.append(usable[:REPLICATE_RESAMPLES].astype(np.float64))
-        return self._squared(draws)
-
-    def _squared(self, draws: list[Floats]) -> Floats:
-        """Sums over each sequence's tokens of the unbiased squared difference: (draws, sequences, stacks).
-
-        `draws` says how often each replicate of the reference and of each stack is used: (draws, K). Squares of means are
-        means over pairs of different replicates: a replicate that was drawn twice and paired with itself would add its noise.
+        With d the difference of two stacks' true means and e the mean noise of each, a square is d^2 + 2 d e + e^2. Of the
+        term in d e the variance is taken at the estimated d, which holds the noise once more and so adds twice that of the
+        term in e^2: that is taken off once.
         """
-        centre = self._reference.mean(axis=0)
-        means, squares = [], []
-        for values, counts in zip((self._reference, *self._others), draws, strict=True):
-            deviations = values - centre
-            total = counts @ deviations
-            size = counts.sum(axis=1, keepdims=True)
-            means.append(total / size)
-            if len(values) == 1:
-                squares.append(means[-1] ** 2)
-            else:
-                pairs = size**2 - (counts**2).sum(axis=1, keepdims=True)
-                squares.append((total**2 - counts**2 @ deviations**2) / pairs)
-        out = [
-            np.add.reduceat(squares[0] - 2 * means[0] * mean + square, self._starts, axis=1)
-            for mean, square in zip(means[1:], squares[1:], strict=True)
+        square = float(coefficients.sum()) ** 2 * self._squares[0] if not self.bound_only else 0.0
+        linear = _between(self._linear_reference @ coefficients) if not self.bound_only else 0.0
+        for index, coefficient in enumerate(coefficients):
+            linear += coefficient**2 * _between(self._linear[index])
+            square += coefficient**2 * (self._squares[1 + index] + self._crossed[index])
+        return (linear - square) / float(self._counts.sum()) ** 2
+
+    @cached_property
+    def _noise(self) -> list[Floats]:
+        return [values - values.mean(axis=0) for values in (self._reference, *self._others)]
+
+    @cached_property
+    def _linear_reference(self) -> Floats:
+        """(sequences, K, stacks): 2 d e summed over each sequence, for each replicate of the reference."""
+        columns = [self._by_sequence(-2 * self._apart(other) * self._noise[0]) for other in self._others]
+        return np.stack(columns, axis=2)
+
+    @cached_property
+    def _linear(self) -> list[Floats]:
+        """The same for the replicates of each other stack: (sequences, K)."""
+        return [
+            self._by_sequence(2 * self._apart(other) * noise)
+            for other, noise in zip(self._others, self._noise[1:], strict=True)
         ]
-        return np.stack(out, axis=2)
+
+    @cached_property
+    def _squares(self) -> list[float]:
+        """Covariance between sequences of each stack's own e^2, times tokens squared."""
+        out = []
+        for noise in self._noise:
+            k = len(noise)
+            if k < 3:
+                out.append(0.0)
+                continue
+            products = self._products(noise, noise)[:, ~np.eye(k, dtype=bool)]
+            # Deviations from a mean of k are a little alike.
+            products -= products.mean(axis=1, keepdims=True)
+            pairs = k * (k - 1)
+            out.append(2 / pairs * float(_between_sequences(products).sum()) / (pairs - 2))
+        return out
+
+    @cached_property
+    def _crossed(self) -> list[float]:
+        """The same for the product of the reference's e and each other stack's."""
+        reference = self._noise[0]
+        out = []
+        for noise in self._noise[1:]:
+            sizes = len(reference) * len(noise)
+            free = (len(reference) - 1) * (len(noise) - 1)
+            products = _between_sequences(self._products(reference, noise))
+            out.append(4 / sizes * float(products.sum()) / free if free else 0.0)
+        return out
+
+    def _apart(self, other: Floats) -> Floats:
+        return other.mean(axis=0) - self._reference.mean(axis=0)
+
+    def _by_sequence(self, values: Floats) -> Floats:
+        """Sums over the tokens of each sequence: (K, tokens) to (sequences, K)."""
+        return np.add.reduceat(values, self._starts, axis=1).T
+
+    def _products(self, left: Floats, right: Floats) -> Floats:
+        """Sums over each sequence of the products of every pair of replicates: (sequences, K left, K right)."""
+        ends = [*self._starts[1:], left.shape[1]]
+        return np.stack([left[:, s:e] @ right[:, s:e].T for s, e in zip(self._starts, ends, strict=True)])
+
+
+def _error(values: Floats) -> Floats:
+    """The variance of the mean over replicates: (tokens,); nothing is known of a single one."""
+    return values.var(axis=0, ddof=1) / len(values) if len(values) > 1 else np.zeros(values.shape[1])
+
+
+def _between_sequences(values: Floats) -> Floats:
+    """Sum over pairs of different sequences (first axis) of the products of their values."""
+    return values.sum(axis=0) ** 2 - (values**2).sum(axis=0)
+
+
+def _between(values: Floats) -> float:
+    """The variance of a mean over replicates, as far as sequences share it: from (sequences, K)."""
+    k = values.shape[1]
+    return float(_between_sequences(values).sum()) / (k * (k - 1))
 
 
 def systematic(a: Replicates, b: Replicates, *, tokens: NDArray[np.bool_] | None = None, seed: int = 0) -> Estimate:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -74,7 +75,7 @@ def gradient_bias(
             biased.append(b)
             plain.append(g)
     b, g = np.stack(biased), np.stack(plain)  # (replicates, positions, sketch)
-    parts = [_bias(int(low), int(high), b[:, i], g[:, i]) for i, (low, high) in enumerate(zip(edges, edges[1:], strict=False))]
+    parts = [_bias(int(low), int(high), b[:, i], g[:, i]) for i, (low, high) in enumerate(pairwise(edges))]
     return GradientBias(_bias(0, longest, b.sum(axis=1), g.sum(axis=1)), tuple(parts))
 
 
@@ -120,7 +121,7 @@ def _gradients(
         recorded = torch.tensor(engine[start : start + count], device=trainer.device)
         excess = torch.expm1(logprobs.detach().double() - recorded).float()
         start += count
-        for place, (low, high) in enumerate(zip(edges[:-1], edges[1:], strict=True)):
+        for place, (low, high) in enumerate(pairwise(edges)):
             if low >= count:
                 continue
             for kind, weight in enumerate((excess, torch.ones_like(excess))):

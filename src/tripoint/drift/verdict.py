@@ -79,7 +79,8 @@ def _moved(outcome: Outcome, before: Measured, after: Measured, then: str) -> st
             text = (
                 f"Alignment lowered the mean |dlogp| from {then} to {now} nats (change {by}), so part of the mismatch came "
                 "from the rounding points that it moved, as systematic drift or as their own rounding noise, which raw "
-                "mismatch cannot tell apart; what remains is rounding noise and any difference elsewhere."
+                "mismatch cannot tell apart (a target that just rounds less lowers it too); what remains is rounding noise "
+                "and any difference elsewhere."
             )
         case Outcome.UNCHANGED:
             text = (

@@ -19,33 +19,38 @@ from triton.language.extra import libdevice  # type: ignore[import-untyped]
 
 
 @triton.jit
-def _cast(x, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr):
-    """FP32 `x` in `DTYPE`, rounded once."""
+def _round(x, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr):
+    """The values of FP32 `x` rounded to `DTYPE`, in FP32."""
     if DTYPE == tl.bfloat16:
-        bits = x.to(tl.int32, bitcast=True)
-        if CAST == "rtz":
-            kept = (bits & -65536).to(tl.float32, bitcast=True)
-            y = tl.where(x == x, kept, float("nan")).to(tl.bfloat16)
-        elif BITS:
-            rounded = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).to(tl.int16)
-            y = tl.where(x == x, rounded, 0x7FC0).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        if CAST == "rtz" or BITS:
+            bits = x.to(tl.int32, bitcast=True)
+            if CAST == "rne":
+                bits += 0x7FFF + ((bits >> 16) & 1)
+            y = tl.where(x == x, (bits & -65536).to(tl.float32, bitcast=True), float("nan"))
         else:
-            y = x.to(tl.bfloat16)
+            y = x.to(tl.bfloat16).to(tl.float32)
     elif DTYPE == tl.float16:
-        y = x.to(tl.float16)
+        half = x.to(tl.float16)
         if CAST == "rtz":
             # Sign and magnitude: one less in the bit pattern is the neighbour toward zero.
-            over = tl.abs(y.to(tl.float32)) > tl.abs(x)
-            y = (y.to(tl.int16, bitcast=True) - over.to(tl.int16)).to(tl.float16, bitcast=True)
+            over = tl.abs(half.to(tl.float32)) > tl.abs(x)
+            half = (half.to(tl.int16, bitcast=True) - over.to(tl.int16)).to(tl.float16, bitcast=True)
+        y = half.to(tl.float32)
     else:
         y = x
     return y
 
 
 @triton.jit
-def _round(x, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr):
-    """The values of `x` rounded to `DTYPE`, in FP32."""
-    return _cast(x, DTYPE, CAST, BITS).to(tl.float32)
+def _cast(x, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr):
+    """FP32 `x` in `DTYPE`, rounded once."""
+    if CAST == "rtz" or BITS:
+        x = _round(x, DTYPE, CAST, BITS)
+    if BITS and DTYPE == tl.bfloat16:
+        y = (x.to(tl.int32, bitcast=True) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    else:
+        y = x.to(DTYPE)
+    return y
 
 
 @triton.jit

@@ -57,7 +57,7 @@ def changes(saved: Fingerprint, now: Fingerprint) -> list[Change]:
     lost = [name for name in saved.fields if name in now.undetermined]
     if lost:
         raise MeasurementError(
-            f"stack `{now.stack}`: {', '.join(lost)} could not be determined; {'; '.join(now.findings) or 'no finding says why'}"
+            f"stack `{now.stack}`: could not determine {', '.join(lost)}; {'; '.join(now.findings) or 'no finding says why'}"
         )
     return [
         Change(name, value, now.fields[name])

@@ -33,7 +33,7 @@ GRAMMAR = "hf, hf:compile, hf:autocast, vllm, vllm:eager, mlx, http://HOST:PORT,
 
 @dataclass(frozen=True)
 class StackName:
-    """A STACK as typed, taken apart: `kind` is hf, vllm, mlx, http, emulated or rollouts, `detail` the mode, URL, target or file."""
+    """A STACK as typed, taken apart: `kind` is hf, vllm, mlx, http, emulated or rollouts, `detail` its mode, URL or target."""
 
     kind: str
     detail: str

@@ -60,6 +60,8 @@ class VllmStack(Stack):
         self._end_tokens = list(end_tokens(model))
         self._shapes = _checkpoint_shapes(model)
         self._tied = bool(config.get("tie_word_embeddings"))
+        if self._tied:
+            self._shapes.pop("lm_head.weight", None)  # some checkpoints hold it all the same
         # One token more than anybody may use: scoring a full-length sequence still has to generate a token.
         self.max_tokens = min(options.max_model_len or 4096, config["max_position_embeddings"] - 1)
         self._process: subprocess.Popen[bytes] | None = None
