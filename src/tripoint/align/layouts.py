@@ -143,13 +143,15 @@ def _place(name: str, module: Any, architecture: str, kind_of_class: str, kind: 
     module = unwrap(module)
     cls = own_class(module)
     patched = _patched_by(module)
-    if patched is None and cls.__module__.startswith("liger_kernel.") and cls.__qualname__ == LIGER.get(kind_of_class):
-        patched = "liger_kernel"
+    if cls.__module__.startswith("liger_kernel.") and cls.__qualname__ == LIGER.get(kind_of_class):
+        patched = patched or "liger_kernel"
     elif not _is(module, architecture, kind_of_class):
         raise _refusal(name, module, f"is not transformers' {ARCHITECTURES[architecture]}{kind_of_class}; put that back")
+    # Norms, MLPs and the rotation are replaced as a whole; of an attention layer's own code all the rest is kept.
+    replaceable = kind in ("norm", "mlp")
     if kind == "attention" and patched is None:
-        patched = _rotation_patched_by(name, module)
-    if patched not in (None, "liger_kernel"):
+        patched, replaceable = _rotation_patched_by(name, module), True
+    if patched is not None and not (replaceable and patched == "liger_kernel"):
         raise _refusal(name, module, f"runs code of {patched}; undo that patch first")
     if kind == "mlp" and hasattr(module, "act_fn") and type(module.act_fn) is not type(ACT2FN[module.config.hidden_act]):
         raise _refusal(

@@ -88,9 +88,11 @@ class Suspect:
 class Evidence:
     """The engine's log-probabilities next to what the trainer says of the same tokens."""
 
-    def __init__(self, model: Any, rollouts: Sequence[Rollout], noise: float) -> None:
-        """`model`: the trainer's, not aligned. `rollouts`: with the engine's log-probabilities. `noise`: rms of d, nats."""
+    def __init__(self, model: Any, rollouts: Sequence[Rollout], noise: float, autocast: bool) -> None:
+        """`model`: the trainer's, not aligned, run under `autocast` to BF16 or as it is. `rollouts`: with the engine's
+        log-probabilities. `noise`: rms of d, nats."""
         self.model = model
+        self.autocast = autocast
         self.rollouts = _first(rollouts)
         self.engine = np.concatenate([np.asarray(r.logprobs, np.float64) for r in self.rollouts])
         lengths = [len(r.completion_ids) for r in self.rollouts]
@@ -117,6 +119,7 @@ class Evidence:
             alike[len(ids)].append(index)
         found: dict[int, torch.Tensor] = {}
         with ExitStack() as stack:
+            stack.enter_context(torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.autocast))
             for suspect in suspects:
                 if suspect.change:
                     stack.enter_context(suspect.change())
@@ -184,14 +187,21 @@ class Evidence:
 
 
 def find_causes(
-    model: Any, rollouts: Sequence[Rollout], expected: NoiseOnly, *, bos: int | None = None, sampled: bool = True
+    model: Any,
+    rollouts: Sequence[Rollout],
+    expected: NoiseOnly,
+    *,
+    bos: int | None = None,
+    sampled: bool = True,
+    autocast: bool = False,
 ) -> list[Finding]:
     """Causes other than rounding for the difference between `model`, the trainer, and the engine's `rollouts`, largest first.
 
-    `model`: a transformers model, not aligned. `expected`: what rounding noise alone would show on these tokens. `bos`: the
-    id of the beginning-of-sequence token, None if there is none. `sampled`: whether the engine chose the tokens itself.
+    `model`: a transformers model, not aligned, run under `autocast` to BF16 or as it is. `expected`: what rounding noise
+    alone would show on these tokens. `bos`: the id of the beginning-of-sequence token, None if there is none. `sampled`:
+    whether the engine chose the tokens itself.
     """
-    evidence = Evidence(model, rollouts, expected.rms)
+    evidence = Evidence(model, rollouts, expected.rms, autocast)
     chosen: list[Suspect] = []
     readout = Readout()
     logits = evidence.logits([])

@@ -30,6 +30,7 @@ from tripoint.drift.systematic import (
     Stage,
     SystematicDrift,
     aligned,
+    as_transformers,
     measure_systematic,
     unwatched,
 )
@@ -134,7 +135,9 @@ def measure_drift(
                 engine_noise = noise
             expected = noise_only(noise, engine_noise)
         with stage("looking for causes other than rounding", 0):
-            findings = find_causes(stack.model, sampled, expected, bos=stack.model.config.bos_token_id)
+            with as_transformers(stack) as plain:
+                bos = plain.config.bos_token_id
+                findings = find_causes(plain, sampled, expected, bos=bos, autocast=stack.mode == "autocast")
             if running is not None:
                 findings += prefill_against_decode(running, sampled, expected)
         withheld = None

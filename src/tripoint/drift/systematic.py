@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -205,6 +206,19 @@ def aligned(trainer: HFStack, schedule: RoundingSchedule) -> Iterator[None]:
             align(trainer.model, to=trainer.alignment.schedule)
         else:
             record.undo()
+
+
+@contextmanager
+def as_transformers(trainer: HFStack) -> Iterator[Any]:
+    """The trainer's model as transformers made it, without any alignment, which it has again afterwards."""
+    if isinstance(trainer, EmulatedStack):
+        trainer.alignment.undo()
+        try:
+            yield trainer.model
+        finally:
+            align(trainer.model, to=trainer.alignment.schedule)
+    else:
+        yield trainer.model
 
 
 def odd_schedule(trainer: HFStack) -> RoundingSchedule:

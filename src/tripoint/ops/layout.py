@@ -17,6 +17,11 @@ def rows_like(x: Tensor, dtype: torch.dtype) -> Tensor:
     return out if out.stride(-1) == 1 else out.contiguous()
 
 
+def contiguous_like(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """An empty contiguous tensor, laid out like `x` down to its unit dimensions if `x` is contiguous too."""
+    return torch.empty_like(x, dtype=dtype) if x.is_contiguous() else x.new_empty(x.shape, dtype=dtype)
+
+
 def laid_out_like(x: Tensor, out: Tensor) -> Tensor:
     """`out` in the layout that `torch.empty_like(x)` has, which is what the fake kernels promise the compiler."""
     if x.is_contiguous() and out.is_contiguous():

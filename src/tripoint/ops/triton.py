@@ -16,7 +16,7 @@ from torch import Tensor
 from tripoint.ops import reference
 from tripoint.ops import triton_kernels as kernels
 from tripoint.ops.backend import BackendError
-from tripoint.ops.layout import laid_out_like, rows_like, whole_rows
+from tripoint.ops.layout import contiguous_like, laid_out_like, rows_like, whole_rows
 
 INTERPRETED: bool = triton.knobs.runtime.interpret
 _DTYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -139,7 +139,7 @@ def _matrix(x: Tensor) -> Tensor:
 def gated_act(gate: Tensor, up: Tensor, act: str, silu_round: bool, sig: str, cast: str) -> Tensor:
     """See `reference.gated_act`."""
     gates, ups = _matrix(gate), _matrix(up)
-    out = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    out = contiguous_like(gate, gate.dtype)
     rows, width = gates.shape
     block = min(triton.next_power_of_2(width), 4096)
     if out.numel() > 0:
@@ -164,7 +164,7 @@ def gated_act_backward(
 ) -> tuple[Tensor, Tensor]:
     """See `reference.gated_act_backward`."""
     grads, gates, ups = _matrix(grad), _matrix(gate), _matrix(up)
-    grad_gate, grad_up = (torch.empty(gate.shape, dtype=gate.dtype, device=gate.device) for _ in range(2))
+    grad_gate, grad_up = contiguous_like(gate, gate.dtype), contiguous_like(up, up.dtype)
     rows, width = gates.shape
     block = min(triton.next_power_of_2(width), 4096)
     if gate.numel() > 0:
@@ -290,7 +290,7 @@ def cast_to(x: Tensor, dtype: torch.dtype, cast: str) -> Tensor:
 
 
 def _add(x: Tensor, residual: Tensor | None, dtype: torch.dtype, cast: str) -> Tensor:
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    out = contiguous_like(x, dtype)
     block = 2048
     if out.numel() > 0:
         _launch(
