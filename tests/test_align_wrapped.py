@@ -387,6 +387,7 @@ def bind(module: nn.Module, cls: Any) -> None:
 
 
 def check_taken_over(model: PreTrainedModel, modules: int) -> None:
+    theirs = [vars(module).get("forward") for module in model.modules()]
     alignment = align(model, ENGINE)
     assert gives(model, ENGINE)
     assert alignment.notes == (f"model: taken over from liger_kernel: {modules} modules",)
@@ -396,6 +397,7 @@ def check_taken_over(model: PreTrainedModel, modules: int) -> None:
     align(model, FP32_TABLE)
     assert gives(model, FP32_TABLE)
     alignment.undo()
+    assert [vars(module).get("forward") for module in model.modules()] == theirs
     with pytest.raises(AssertionError, match="their kernel ran"):
         logits(model, tokens())
 

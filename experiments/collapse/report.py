@@ -16,7 +16,7 @@ from experiments.collapse.spec import Run
 from tripoint.rl.collapse import WINDOW, collapsed_at
 
 Records = list[dict[str, Any]]
-RESAMPLES = 2000
+RESAMPLES = 1000
 CURVES = ("reward", "k3", "bias", "bias_cosine")
 SMOOTH = 20
 PLOTTED = ("none", "rope", "all", "placebo", "swapped", "wrong", "fp16", "tis")

@@ -190,8 +190,9 @@ def norm(circuit: Circuit, rng: np.random.Generator, site: str, layer: int) -> Q
     to_heavy = -16 * heavy_ulp
     if add >= 0:
         circuit.copy_at_add(add, source, {probe: 1.0, "heavy": to_heavy})
-    # All eight bits of the weight are used: products with a short one, such as 1.25, end too far from rounding boundaries.
-    weight = 1 + (2 * int(rng.integers(7, 26)) + 1) / 128
+    weight = float(bf16(rng.uniform(1.1, 1.4)))
+    if (4 * weight).is_integer():
+        weight += 2**-7  # products with a weight as short as 1.25 end too far from rounding boundaries
     if site == "final":
         circuit.weigh("model.norm", probe, weight)
     elif site == "input":

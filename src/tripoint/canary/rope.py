@@ -92,7 +92,7 @@ class _Bench:
         if self.shape.qk_norm:
             for side in (0, 1):
                 odd = self.pairs[1 - side :: 2]
-                self.weights[side][:, odd] = bf16(rng.uniform(1.1, 1.9, (2, len(odd))))
+                self.weights[side][:, odd] = 1 + (2 * rng.integers(7, 58, (2, len(odd))) + 1) / 128  # all eight bits
 
     def question(self, place: str, *proposed: tuple[Proposals, Score]) -> Question:
         """The question about the table, the products and the casts, whatever the angle's order of operations.

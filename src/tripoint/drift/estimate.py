@@ -27,17 +27,22 @@ from numpy.typing import NDArray
 from tripoint.drift.dither import Floats, Replicates
 from tripoint.errors import MeasurementError
 
-RESAMPLES = 1000
+RESAMPLES = 2000
 MIN_SEQUENCES = 8
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """A value with its standard error, whose own precision is that of `df` degrees of freedom."""
+    """A value with its standard error, whose own precision is that of `df` degrees of freedom, and its 95 % interval.
+
+    The interval is not symmetric: a mean of squares that came out small by chance also has an error that came out small.
+    """
 
     value: float
     stderr: float
     df: float
+    low: float
+    high: float
 
     @property
     def p_value(self) -> float:
@@ -50,11 +55,6 @@ class Estimate:
     def rms(self) -> float:
         """Root of the value, of the same sign: a negative one says that zero is the best guess."""
         return math.copysign(math.sqrt(abs(self.value)), self.value)
-
-    def interval(self, level: float = 0.95) -> tuple[float, float]:
-        """The confidence interval at `level`."""
-        half = student_quantile((1 - level) / 2, self.df) * self.stderr
-        return self.value - half, self.value + half
 
 
 class Systematic:
@@ -127,19 +127,31 @@ class Systematic:
             whole = float(self._sums.sum(axis=0) @ denominator / tokens)
             value /= whole
             numerator = (numerator - value * denominator) / whole
-        by_sequence = self._sequence_variance(self._sums @ numerator)
+        by_sequence, quantiles = self._resample(self._sums @ numerator)
         shared = max(0.0, self._shared_variance(numerator))
         total = by_sequence + shared
         fewest = min(len(values) for values in (self._reference, *self._others) if len(values) > 1)
         squares = by_sequence**2 / (len(self._counts) - 1) + shared**2 / (fewest - 1)
         df = total**2 / squares if squares else len(self._counts) - 1.0
-        return Estimate(value, math.sqrt(total), df)
+        stderr = math.sqrt(total)
+        return Estimate(value, stderr, df, value - quantiles[1] * stderr, value - quantiles[0] * stderr)
 
-    def _sequence_variance(self, sums: Floats) -> float:
-        """Of the mean over tokens, by resampling sequences; corrected for the one degree of freedom that it loses."""
-        n = len(self._counts)
-        means = (self._bootstrap @ sums) / (self._bootstrap @ self._counts)
-        return float(means.var(ddof=1)) * n / (n - 1)
+    def _resample(self, sums: Floats) -> tuple[float, tuple[float, float]]:
+        """From sums over each sequence: the variance of the mean over tokens, and where 95 % of its studentized errors lie.
+
+        Both by resampling sequences (the latter is the bootstrap-t, each resample with an error of its own).
+        """
+        n, tokens = len(self._counts), self._bootstrap @ self._counts
+        means = self._bootstrap @ sums / tokens
+        residuals = sums - means[:, None] * self._counts
+        errors = np.sqrt((self._bootstrap * residuals**2).sum(axis=1) * n / (n - 1)) / tokens
+        # A variance of n values loses a degree of freedom, and so does the bootstrap's.
+        variance = float(means.var(ddof=1)) * n / (n - 1)
+        if variance == 0:
+            return 0.0, (0.0, 0.0)
+        studentized = ((means - sums.sum() / self._counts.sum()) / errors)[errors > 0]
+        low, high = np.quantile(studentized, (0.025, 0.975))
+        return variance, (float(low), float(high))
 
     def _shared_variance(self, coefficients: Floats) -> float:
         """What all sequences have in common because they were scored under the same dithers.
@@ -246,14 +258,3 @@ def student_tail(t: float, df: float) -> float:
         return float(np.trapezoid(np.sin(u) ** (df - 1), u))
 
     return 0.5 * integral(math.atan(t / math.sqrt(df))) / integral(0.0)
-
-
-def student_quantile(tail: float, df: float) -> float:
-    """The t with P(T > t) = `tail`, for tails below one half."""
-    low, high = 0.0, 1.0
-    while student_tail(high, df) > tail:
-        high *= 2
-    for _ in range(60):
-        middle = (low + high) / 2
-        low, high = (middle, high) if student_tail(middle, df) > tail else (low, middle)
-    return high
