@@ -681,7 +681,7 @@ def test_a_saved_fingerprint_is_a_target(code: str, held: Callable[..., Held], t
     file = tmp_path / "f.toml"
     file.write_text(found.to_toml())
     assert replace(Fingerprint.from_toml(file), fields={}, evidence=()) == replace(found, fields={}, evidence=())
-    assert str(align(stack.model, to=file).schedule) == f"{code} qk=both"
+    assert str(align(stack.model, to=file).schedule) == code
     aligned = stack.read()
     align(stack.model, to=code).undo()
     assert aligned.code == code
