@@ -291,7 +291,7 @@ def test_layers_taken_off_the_end() -> None:
     """Fewer layers than the module list holds: the final norm follows the last that runs."""
     model, ids = tiny("llama"), tokens(5)
     model.config.num_hidden_layers = 2
-    schedule = "R3 S3 N3 N.final=N1 carry=layer"
+    schedule = "R3 S3 N3 N.input=N2 carry=layer"
     align(model, schedule)
     seen = record(model, ids)
     assert "layers.2.mlp.down_proj" not in seen

@@ -60,17 +60,14 @@ def moved_at_random(here: Tensor, there: Tensor, noise: torch.Generator) -> Tens
 
 
 def _return_to_stock(model: PreTrainedModel, aligned_layers: int, target: str) -> None:
-    """Leave only the first layers of a model aligned to `target`, at least one.
+    """Leave only the first layers of a model aligned to `target`: `align` takes a model as a whole, so mix two alignments.
 
-    `align` takes a model as a whole, so this mixes the forwards of several alignments. Where the layers meet, the one below
-    has to hand on its residual sum as the stock norm above it wants it.
+    Where they meet, the stock norm gets the residual sum unrounded, and rounds it first thing, as the stock add would have.
     """
-    boundary, *others = model.model.layers[aligned_layers - 1 :]
+    others = model.model.layers[aligned_layers:]
     modules = [model.model.norm, *(module for layer in others for module in layer.modules())]
     align(model, STOCK)
-    taken = {module: module.forward for module in modules}
-    align(model, f"{target} N.input={RoundingSchedule.parse(STOCK).norm.input.code}")
-    taken[boundary] = boundary.forward
+    taken = [module.forward for module in modules]
     align(model, target)
-    for module, forward in taken.items():
+    for module, forward in zip(modules, taken, strict=True):
         module.forward = forward

@@ -125,6 +125,28 @@ def attribute(
     )
 
 
+@dataclass(frozen=True)
+class Fit:
+    """How well a candidate schedule of the engine fits: its variance against the engine, and by how much that is above the
+    best candidate's (zero for the best itself)."""
+
+    candidate: str
+    variance: Estimate
+    above_best: Estimate
+
+
+def fits(engine: Replicates, candidates: Mapping[str, Replicates], steady: NDArray[np.bool_], *, seed: int = 0) -> list[Fit]:
+    """The candidates, best first: the trainer's replicates under each schedule that the engine might have.
+
+    The differences are paired and hold for an engine that is a single sample as well, whose noise the variances include.
+    """
+    joint = Systematic(engine, candidates, tokens=steady, seed=seed)
+    ranked = sorted(candidates, key=lambda candidate: joint.combine({candidate: 1.0}).value)
+    return [
+        Fit(candidate, joint.combine({candidate: 1.0}), joint.combine(_minus(candidate, ranked[0]))) for candidate in ranked
+    ]
+
+
 def shapley(whole: Moved, op: Op) -> dict[str, float]:
     """The Shapley value of `op` as coefficients of the variances, by name of combination."""
     coefficients: dict[str, float] = {}

@@ -128,7 +128,7 @@ class Systematic:
             value /= whole
             numerator = (numerator - value * denominator) / whole
         by_sequence, quantiles = self._resample(self._sums @ numerator)
-        shared = max(0.0, self._shared_variance(numerator))
+        shared = self._shared_variance(numerator)
         total = by_sequence + shared
         fewest = min(len(values) for values in (self._reference, *self._others) if len(values) > 1)
         squares = by_sequence**2 / (len(self._counts) - 1) + shared**2 / (fewest - 1)
@@ -158,14 +158,14 @@ class Systematic:
 
         With d the difference of two stacks' true means and e the mean noise of each, a square is d^2 + 2 d e + e^2. Of the
         term in d e the variance is taken at the estimated d, which holds the noise once more and so adds twice that of the
-        term in e^2: that is taken off once.
+        term in e^2: that is taken off. It is the noisier of the two where d is small, and cannot be negative.
         """
         square = float(coefficients.sum()) ** 2 * self._squares[0] if not self.bound_only else 0.0
         linear = _between(self._linear_reference @ coefficients) if not self.bound_only else 0.0
         for index, coefficient in enumerate(coefficients):
             linear += coefficient**2 * _between(self._linear[index])
             square += coefficient**2 * (self._squares[1 + index] + self._crossed[index])
-        return (linear - square) / float(self._counts.sum()) ** 2
+        return (max(0.0, square) + max(0.0, linear - 2 * square)) / float(self._counts.sum()) ** 2
 
     @cached_property
     def _noise(self) -> list[Floats]:

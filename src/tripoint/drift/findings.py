@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from tripoint.align import align
 from tripoint.drift.dither import Floats
-from tripoint.drift.estimate import Estimate, student_tail
+from tripoint.drift.estimate import student_tail
 from tripoint.drift.expectation import NoiseOnly
 from tripoint.errors import UsageError
 from tripoint.stacks import Rollout, Stack
@@ -563,19 +563,23 @@ def _precision(evidence: Evidence, logits: torch.Tensor, readout: Readout, chose
         return []
     rounds = _rounds_logits(evidence)
     trainer_rounds = logits.dtype == torch.bfloat16 or bool(torch.equal(logits, logits.bfloat16().to(logits.dtype)))
-    if rounds is None or abs(rounds.value - 0.5) < 3 * rounds.stderr or trainer_rounds == (rounds.value > 0.5):
+    if rounds is None:
         return []
-    who = ("engine", "trainer") if rounds.value > 0.5 else ("trainer", "engine")
+    share, stderr = rounds
+    if abs(share - 0.5) < 3 * stderr or trainer_rounds == (share > 0.5):
+        return []
+    who = ("engine", "trainer") if share > 0.5 else ("trainer", "engine")
     step = float(np.sqrt((_step(logits, evidence.targets) ** 2).mean() / 12))
     text = (
         f"the {who[0]}'s logits are rounded to BF16, the {who[1]}'s are not: of the variance that this rounding gives, the "
-        f"engine shows {rounds.value:.2f} ± {rounds.stderr:.2f}"
+        f"engine shows {share:.2f} ± {stderr:.2f}"
     )
     return [Finding("logits_precision", text, step, "compute the lm_head in the same precision on both sides")]
 
 
-def _rounds_logits(evidence: Evidence) -> Estimate | None:
-    """How much of the variance that rounding logits to BF16 gives is in the engine's log-probabilities: all (1) or none (0).
+def _rounds_logits(evidence: Evidence) -> tuple[float, float] | None:
+    """How much of the variance that rounding logits to BF16 gives is in the engine's log-probabilities, all (1) or none (0),
+    and its standard error.
 
     The larger a logit, the coarser its rounding. The engine's squared distance from the mean of several trainers, less the
     trainers' own variance, is regressed on step^2 / 12; the trainers have FP32 logits, and each rounds by another schedule,
@@ -604,7 +608,7 @@ def _rounds_logits(evidence: Evidence) -> Estimate | None:
     slope = top.sum() / bottom.sum()
     residual = np.add.reduceat(top - slope * bottom, evidence.starts)
     n = len(residual)
-    return Estimate(float(slope), float(np.sqrt((residual**2).sum() * n / (n - 1)) / bottom.sum()), n - 1)
+    return float(slope), float(np.sqrt((residual**2).sum() * n / (n - 1)) / bottom.sum())
 
 
 def _step(logits: torch.Tensor, targets: torch.Tensor) -> Floats:
