@@ -27,9 +27,7 @@ class Plan:
     stderr: float
 
 
-def plan(
-    pilot: SystematicDrift, *, most_tokens: int, stderr: float | None = None, token_passes: float | None = None
-) -> Plan:
+def plan(pilot: SystematicDrift, *, most_tokens: int, stderr: float | None = None, token_passes: float | None = None) -> Plan:
     """The cheapest measurement that reaches `stderr` (nats squared), or the best one with `token_passes` = replicates * tokens.
 
     Give one of the two. Where `stderr` is out of reach, the plan is the largest there is, and says what it will reach.
