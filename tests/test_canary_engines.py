@@ -1,4 +1,4 @@
-"""vLLM says where it rounds, and a trainer aligned to what it said gives the same answers, word by word."""
+"""vLLM and MLX say where they round, and a trainer aligned to what they said gives the same answers, word by word."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from tripoint.stacks.hf import HFStack
 OPTIONS = EngineOptions(max_model_len=512, max_num_seqs=256)
 
 
-@pytest.fixture(scope="module", params=["llama", "qwen3"])
+@pytest.fixture(scope="module", params=[("vllm:eager", "llama"), ("vllm:eager", "qwen3"), ("mlx", "llama")], ids="-".join)
 def asked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Canary, Path, Stack]]:
-    canary = build(CanaryShape(architecture=request.param))
-    directory = tmp_path_factory.mktemp(request.param)
+    stack, architecture = request.param
+    canary = build(CanaryShape(architecture=architecture))
+    directory = tmp_path_factory.mktemp(architecture)
     canary.save(directory)
-    with open_stack("vllm:eager", directory, options=OPTIONS) as engine:
+    with open_stack(stack, directory, options=OPTIONS) as engine:
         yield canary, directory, engine
 
 

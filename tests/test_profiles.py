@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import itertools
+import sys
 import tomllib
 from importlib.resources import files
 from pathlib import Path
@@ -85,7 +86,8 @@ def test_documented_schedules() -> None:
     assert schedule("vllm@0.32/cpu/eager") == "R3 S1 N4 qk=both"
     assert schedule("hf@5.19/cuda") == "R1 S1 N1 qk=both"
     assert schedule("hf@5.19/cpu/autocast") == "R4 S1 N3 carry=fp32 qk=norm"
-    assert schedule("mlx@0.30") == "R4 S5 N1 qk=both angle=exp2"
+    assert schedule("mlx@0.30/metal") == "R4 S5 N1 qk=both angle=exp2"
+    assert schedule("mlx@0.32/cpu") == "R1 S5 N1 qk=both angle=pos/timescale"
     assert schedule("sglang@0.5/on-policy") == "R4 S1 N3 carry=fp32"
 
 
@@ -116,8 +118,17 @@ def test_a_package_built_for_the_cpu_runs_on_the_cpu(installed: dict[str, str], 
 
 
 def test_the_only_documented_device_is_taken(installed: dict[str, str]) -> None:
-    installed["mlx"] = "0.30.0"
-    assert "/metal/" in resolve_target("mlx").detail
+    installed["sglang"] = "0.5.0"
+    assert "/cuda/" in resolve_target("sglang").detail
+
+
+@pytest.mark.parametrize(("platform", "device"), [("darwin", "metal"), ("linux", "cpu")])
+def test_mlx_runs_on_metal_where_there_is_metal(
+    platform: str, device: str, installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed["mlx"] = "0.32.4"
+    monkeypatch.setattr(sys, "platform", platform)
+    assert f"/{device}/" in resolve_target("mlx").detail
 
 
 def test_a_pre_release_belongs_to_its_range(installed: dict[str, str]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import re
+import sys
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -208,6 +209,8 @@ def _device(stack: Stack, package: str | None) -> tuple[str, str]:
         return offered[0], f"the only one documented for {stack.name}"
     if package is not None and package.endswith("-cpu"):
         return "cpu", f"of {package}"
+    if "metal" in offered and sys.platform == "darwin":
+        return "metal", "of this machine"
     import torch
 
     return ("cuda", "of this machine") if torch.cuda.is_available() else ("cpu", "of this machine, which has no CUDA")
