@@ -62,10 +62,11 @@ def fingerprint_in_place(stack: Stack, model: Path, seed: int = 0) -> Fingerprin
     """Where does a running stack round, in the full shape of the checkpoint in directory `model` that it holds?
 
     Canary weights go into it through its own weight sync, tensor by tensor, and the model's own back afterwards, however
-    the asking ended. Its log-probabilities prove it: they must be what they were, bit by bit.
+    the asking ended. Its log-probabilities prove it: they must be what they were, bit by bit. `seconds` counts all of that.
 
     Raises MeasurementError if the stack fails, if its answers are none, or if the model's weights are not back.
     """
+    started = time.monotonic()
     canary = build(CanaryShape.like(model, full=True), seed)
     proof = stack.sample(_proof_prompts(stack), max_tokens=8, seed=0)
     before = stack.score(proof)
@@ -74,7 +75,7 @@ def fingerprint_in_place(stack: Stack, model: Path, seed: int = 0) -> Fingerprin
         found = ask(stack, canary)
     finally:
         _put_back(stack, model, proof, before)
-    return replace(found, conditions=found.conditions | {"in place": True})
+    return replace(found, conditions=found.conditions | {"in place": True}, seconds=time.monotonic() - started)
 
 
 def ask(stack: Stack, canary: Canary) -> Fingerprint:
@@ -121,7 +122,13 @@ def _finished(
         "prompts": len(canary.prompts),
         "machine": platform.machine(),
     }
-    return replace(found, conditions=own | conditions, versions=versions, seconds=time.monotonic() - started)
+    notes = found.notes
+    if not shape.full:
+        notes += (
+            f"measured in the canary's own depth of {shape.layers} layers and vocabulary of {shape.vocab}: what a compiler fuses "
+            "(carry first of all) can differ in a model's; --full-shape or --in-place asks there",
+        )
+    return replace(found, notes=notes, conditions=own | conditions, versions=versions, seconds=time.monotonic() - started)
 
 
 def _greedy(model: Any, prompts: Sequence[tuple[int, ...]]) -> list[int]:
