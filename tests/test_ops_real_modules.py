@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers.activations import ACT2FN
 
 import vllm_modules
+from bits import random, same
 from strategies import NORM, ROPE, SWIGLU, laid_out
 from tiny import ARCHITECTURES, ROPES, config
 from tripoint import ops
@@ -35,18 +36,6 @@ def backend(request: pytest.FixtureRequest) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRIPOINT_BACKEND", request.param)
         yield
-
-
-def random(shape: tuple[int, ...], dtype: torch.dtype = BF16, seed: int = 0, scale: float = 1.0) -> Tensor:
-    return (scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))).to(dtype)
-
-
-def same(actual: Tensor, expected: Tensor) -> bool:
-    """Equal bits (a zero's sign too); any NaN equals any other."""
-    assert actual.dtype == expected.dtype
-    as_integer = {2: torch.int16, 4: torch.int32}[actual.element_size()]
-    equal = actual.contiguous().view(as_integer) == expected.contiguous().view(as_integer)
-    return bool((equal | (actual.isnan() & expected.isnan())).all())
 
 
 def assert_same_with_gradients(

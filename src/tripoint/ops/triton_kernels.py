@@ -1,8 +1,8 @@
 """Triton kernels of the three operations: the formulas of `reference`, one pass over memory each.
 
 Settings are constexprs. `DTYPE` is the compute dtype, `CAST` rne or rtz. Kernels must be launched with fused multiply-add
-contraction off; where `tl.fma` stands, one is meant. `BITS` spells rounding to nearest even out on bit patterns: Triton's
-interpreter truncates instead, GPUs have an instruction.
+contraction off; where `tl.fma` stands, one is meant. `BITS` spells conversions from and to BF16 out on bit patterns: GPUs
+have instructions, but Triton's interpreter truncates instead of rounding and misreads subnormal numbers.
 """
 
 # Triton compiles these functions; their arguments are its own kinds of values, and constexprs are written in capitals.
@@ -54,6 +54,17 @@ def _cast(x, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
+def _load(pointers, mask, BITS: tl.constexpr):
+    """What the pointers point to, in FP32; 0 where masked."""
+    x = tl.load(pointers, mask=mask, other=0.0)
+    if BITS and pointers.dtype.element_ty == tl.bfloat16:
+        y = (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        y = x.to(tl.float32)
+    return y
+
+
+@triton.jit
 def _store(pointers, x, mask, CAST: tl.constexpr, BITS: tl.constexpr):
     """Store FP32 `x` in the dtype of the memory."""
     tl.store(pointers, _cast(x, pointers.dtype.element_ty, CAST, BITS), mask=mask)
@@ -93,7 +104,7 @@ def _rotated(x, cos, partner, sin, COMPUTE: tl.constexpr, DTYPE: tl.constexpr, C
 
 @triton.jit
 def _table(row, columns, mask, TABLE_ROUND: tl.constexpr, TABLE_CAST: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr):
-    values = tl.load(row + columns, mask=mask, other=0.0)
+    values = _load(row + columns, mask, BITS)
     if TABLE_ROUND:
         values = _round(values, DTYPE, TABLE_CAST, BITS)
     return values[None, :]
@@ -126,8 +137,8 @@ def rope(
         head = (start + tl.arange(0, BLOCK_HEADS))[:, None].to(tl.int64)
         mask2 = (head < heads) & mask[None, :]
         source, target = x + head * x_stride_head + columns[None, :], out + head * out_stride_head + columns[None, :]
-        first = tl.load(source, mask=mask2, other=0.0).to(tl.float32)
-        second = tl.load(source + HALF, mask=mask2, other=0.0).to(tl.float32)
+        first = _load(source, mask2, BITS)
+        second = _load(source + HALF, mask2, BITS)
         _store(target, _rotated(first, cos1, -second, sin1, COMPUTE, DTYPE, CAST, BITS), mask2, CAST, BITS)
         _store(target + HALF, _rotated(second, cos2, first, sin2, COMPUTE, DTYPE, CAST, BITS), mask2, CAST, BITS)
 
@@ -137,7 +148,8 @@ def rope(
 
 @triton.jit
 def _exp(x, BITS: tl.constexpr):
-    """CUDA's accurate exp, which PyTorch uses. The interpreter has no library, and its `tl.exp` is accurate."""
+    """CUDA's accurate exp, which PyTorch uses, as it does its tanh. The interpreter has no library, and its `tl.exp` is
+    accurate."""
     return tl.exp(x) if BITS else libdevice.exp(x)
 
 
@@ -153,7 +165,7 @@ def _gelu_inner(x):
 
 @triton.jit
 def _tanh(x, BITS: tl.constexpr):
-    return 2.0 * _sigmoid(2.0 * x, BITS) - 1.0
+    return 2.0 * _sigmoid(2.0 * x, BITS) - 1.0 if BITS else libdevice.tanh(x)
 
 
 @triton.jit
@@ -195,8 +207,8 @@ def gated_act(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
-    x = tl.load(gate + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    factor = tl.load(up + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    x = _load(gate + row * gate_stride + columns, mask, BITS)
+    factor = _load(up + row * up_stride + columns, mask, BITS)
     activated = _silu_bf16_sigmoid(x, DTYPE, CAST, BITS) if BF16_SIGMOID else _act(x, ACT, BITS)
     if ROUND:
         activated = _round(activated, DTYPE, CAST, BITS)
@@ -213,9 +225,9 @@ def gated_act_backward(
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
-    d = tl.load(grad + row * grad_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    x = tl.load(gate + row * gate_stride + columns, mask=mask, other=0.0).to(tl.float32)
-    factor = tl.load(up + row * up_stride + columns, mask=mask, other=0.0).to(tl.float32)
+    d = _load(grad + row * grad_stride + columns, mask, BITS)
+    x = _load(gate + row * gate_stride + columns, mask, BITS)
+    factor = _load(up + row * up_stride + columns, mask, BITS)
     activated = _act(x, ACT, BITS)
     d_activated = d * factor
     if STEPWISE:
@@ -257,20 +269,20 @@ def add_rms_norm(
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden
     source = _row(x, row, size1, size2, x_stride0, x_stride1, x_stride2)
-    total = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
+    total = _load(source + columns, mask, BITS)
     if HAS_RESIDUAL:
         source = _row(residual, row, size1, size2, residual_stride0, residual_stride1, residual_stride2)
-        total = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32) + total
+        total = _load(source + columns, mask, BITS) + total
     if HAS_CARRY:
         target = _row(carry, row, size1, size2, carry_stride0, carry_stride1, carry_stride2)
         _store(target + columns, total, mask, CAST, BITS)
     seen = _sum_rounded(total, "before_var", SUM_ROUND, DTYPE, CAST, BITS)
-    rstd = tl.rsqrt(tl.div_rn(tl.sum(seen * seen), hidden.to(tl.float32)) + eps)
+    rstd = tl.rsqrt(tl.div_rn(tl.sum(seen * seen), tl.cast(hidden, tl.float32)) + eps)
     tl.store(rstds + row, rstd)
     normalised = _sum_rounded(total, "after_var", SUM_ROUND, DTYPE, CAST, BITS) * rstd
     if NORM_ROUND:
         normalised = _round(normalised, DTYPE, CAST, BITS)
-    scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    scale = _load(weight + columns, mask, BITS)
     target = _row(out, row, size1, size2, out_stride0, out_stride1, out_stride2)
     _store(target + columns, normalised * scale, mask, CAST, BITS)
 
@@ -289,20 +301,20 @@ def add_rms_norm_backward(
     """Every num_programs-th row; the program's share of the weight's gradient goes to its own row of `grad_weights`."""
     columns = tl.arange(0, BLOCK)
     mask = columns < hidden
-    scale = tl.load(weight + columns, mask=mask, other=0.0).to(tl.float32)
+    scale = _load(weight + columns, mask, BITS)
     d_scale = tl.zeros((BLOCK,), dtype=tl.float32)
     first = tl.program_id(0)
     for number in range(first, rows, tl.num_programs(0)):
         row = tl.cast(number, tl.int64)
         source = _row(x, row, size1, size2, x_stride0, x_stride1, x_stride2)
-        total = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
+        total = _load(source + columns, mask, BITS)
         if HAS_RESIDUAL:
             source = _row(residual, row, size1, size2, residual_stride0, residual_stride1, residual_stride2)
-            total = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32) + total
+            total = _load(source + columns, mask, BITS) + total
         seen_by_var = _sum_rounded(total, "before_var", SUM_ROUND, DTYPE, CAST, BITS)
         seen_by_norm = _sum_rounded(total, "after_var", SUM_ROUND, DTYPE, CAST, BITS)
         source = _row(grad_out, row, size1, size2, grad_out_stride0, grad_out_stride1, grad_out_stride2)
-        d = tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
+        d = _load(source + columns, mask, BITS)
         rstd = tl.load(rstds + row)
 
         normalised = seen_by_norm * rstd
@@ -314,13 +326,13 @@ def add_rms_norm_backward(
             d_normalised = _round(d_normalised, DTYPE, "rne", BITS)
         d_scale += d_weight
         d_rstd = tl.sum(d_normalised * seen_by_norm)
-        d_square = tl.div_rn(-0.5 * d_rstd * (rstd * rstd * rstd), hidden.to(tl.float32))
+        d_square = tl.div_rn(-0.5 * d_rstd * (rstd * rstd * rstd), tl.cast(hidden, tl.float32))
         d_total = d_normalised * rstd + d_square * (2.0 * seen_by_var)
         if STEPWISE:
             d_total = _round(d_total, DTYPE, "rne", BITS)
         if HAS_CARRY:
             source = _row(grad_carry, row, size1, size2, grad_carry_stride0, grad_carry_stride1, grad_carry_stride2)
-            d_total += tl.load(source + columns, mask=mask, other=0.0).to(tl.float32)
+            d_total += _load(source + columns, mask, BITS)
         target = _row(grad_x, row, size1, size2, grad_x_stride0, grad_x_stride1, grad_x_stride2)
         _store(target + columns, d_total, mask, "rne", BITS)
         if HAS_GRAD_RESIDUAL:
@@ -337,7 +349,7 @@ def add(x, residual, out, numel, HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr
     """A stretch of `residual + x`, or of `x`, in the dtype of `out`."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = at < numel
-    total = tl.load(x + at, mask=mask, other=0.0).to(tl.float32)
+    total = _load(x + at, mask, BITS)
     if HAS_RESIDUAL:
-        total = tl.load(residual + at, mask=mask, other=0.0).to(tl.float32) + total
+        total = _load(residual + at, mask, BITS) + total
     _store(out + at, total, mask, CAST, BITS)
