@@ -20,7 +20,7 @@ from tripoint import align
 from tripoint.stacks import Rollout
 
 VOCABULARY, SEQUENCES, PROMPT, COMPLETION, WINDOW, BOS = 200, 32, 6, 48, 24, 0
-LIFT = 40.0
+LIFT, SPREAD = 100.0, 0.2
 ENGINE = "R3 S3 N3"
 
 
@@ -57,7 +57,7 @@ def trainer_model(seed: int) -> Any:
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             values = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(1 + 0.2 * values if "norm" in name else 0.2 * values)
+            parameter.copy_(1 + SPREAD * values if "norm" in name else SPREAD * values)
             if "o_proj" in name or "down_proj" in name:
                 parameter[0] = 0
             elif "_proj" in name:
@@ -69,21 +69,21 @@ def trainer_model(seed: int) -> Any:
     return model.eval()
 
 
-def rollouts(model: Any, cases: tuple[str, ...], seed: int) -> tuple[list[Rollout], list[str]]:
+def rollouts(model: Any, cases: tuple[str, ...], seed: int, sequences: int = SEQUENCES) -> tuple[list[Rollout], list[str]]:
     """What an engine with these faults would hand over, and what was done in words. `model` is left alone."""
     rng = np.random.default_rng(seed)
     engine = Engine(copy.deepcopy(model), rng)
     for case in cases:
         CASES[case](engine)
     align(engine.model, to=ENGINE)
-    return _run(engine, seed), engine.about
+    return _run(engine, seed, sequences), engine.about
 
 
 @torch.no_grad()
-def _run(engine: Engine, seed: int) -> list[Rollout]:
+def _run(engine: Engine, seed: int, sequences: int) -> list[Rollout]:
     generator = torch.Generator().manual_seed(seed)
-    prompts = torch.randint(3, VOCABULARY, (SEQUENCES, PROMPT), generator=generator)
-    begin = torch.tensor(engine.begin, dtype=torch.long).expand(SEQUENCES, -1)
+    prompts = torch.randint(3, VOCABULARY, (sequences, PROMPT), generator=generator)
+    begin = torch.tensor(engine.begin, dtype=torch.long).expand(sequences, -1)
     ids = torch.cat([begin, prompts], 1)
     recorded = []
     for _ in range(COMPLETION):
@@ -158,7 +158,7 @@ def _weights(engine: Engine) -> None:
     with torch.no_grad():
         for parameter in engine.model.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
-            parameter.copy_(parameter.float() + size * parameter.float().std() * noise)
+            parameter.copy_(parameter.float() + size * SPREAD * noise)
     engine.about.append(f"weights off by {size:.0%}")
 
 

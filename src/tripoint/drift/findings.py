@@ -34,6 +34,7 @@ CLEAR = 0.3  # the same where much stays unexplained all the same
 FAR_ABOVE = 1.5  # times the k3 that noise alone hardly ever exceeds
 FEW = 0.02  # of the tokens
 MANY_STEPS = 8.0  # of the noise, from which on a token is wild
+AUDIBLE = 0.15  # times the noise, from which on that of rounded logits can be told from it
 MAX_CAUSES = 4
 MAX_TOKENS = 4096  # of the rollouts, in whole sequences
 BATCH_TOKENS = 4096
@@ -136,17 +137,20 @@ class Evidence:
 
     @torch.no_grad()
     def unrounded(self) -> tuple[Floats, Floats]:
-        """The trainer's log-probabilities with the logits computed in FP32, and the BF16 step at each: (tokens,) both."""
-        head = self.model.get_output_embeddings()
-        weight = head.weight.detach().cpu().float().T
-
-        def read(hidden: torch.Tensor, targets: torch.Tensor) -> tuple[torch.Tensor, Floats]:
-            logits = hidden.float() @ weight
-            return logits.log_softmax(-1).gather(-1, targets[:, None])[:, 0].double(), _step(logits, targets)
-
+        """(tokens,) both: the trainer's log-probabilities with the logits computed in FP32, and the variance that rounding the
+        logits to BF16 would add to them."""
+        weight = self.model.get_output_embeddings().weight.detach().cpu().float().T
         hidden = self._run([], self.model.get_decoder(), "last_hidden_state")
-        parts = [read(h, t) for h, t in _rows(hidden, self.targets)]
-        return torch.cat([values for values, _ in parts]).numpy(), np.concatenate([steps for _, steps in parts])
+        values, variances = [], []
+        for chunk, targets in _rows(hidden, self.targets):
+            logits = chunk.float() @ weight
+            logprobs = logits.log_softmax(-1)
+            rounding, probabilities = _step(logits) ** 2 / 12, logprobs.exp()
+            own, p, log_p = (x.gather(-1, targets[:, None])[:, 0] for x in (rounding, probabilities, logprobs))
+            values.append(log_p.double())
+            # A log-probability is its own logit less the mean of all, weighted by probability.
+            variances.append((own * (1 - 2 * p) + (probabilities**2 * rounding).sum(-1)).double())
+        return torch.cat(values).numpy(), torch.cat(variances).numpy()
 
     def trainer(self, logits: torch.Tensor, readout: Readout) -> Floats:
         """The trainer's log-probabilities as `readout` would record them: (tokens,), NaN where it would record none."""
@@ -461,21 +465,21 @@ def _sampler(evidence: Evidence, logits: torch.Tensor, readout: Readout) -> list
     drawn = replace(readout, late=0)
     findings: list[Finding] = []
     for _ in range(2):
-        recorded = evidence.trainer(logits, drawn)
+        recorded = _likelihood(evidence, logits, drawn)
         offers: list[tuple[float, str, str, Readout]] = []
         if "sampling_temperature" not in {finding.cause for finding in findings}:
             offer = _likeliest_temperature(evidence, logits, drawn)
             if abs(offer.temperature / drawn.temperature - 1) > 0.03:
                 text = f"temperature {offer.temperature:.3g}"
-                offers.append((_sum(evidence, logits, offer, recorded), "sampling_temperature", text, offer))
+                offers.append((_likelihood(evidence, logits, offer) - recorded, "sampling_temperature", text, offer))
         if drawn.top_p == 1 and not drawn.top_k:
             above, rank = _above(evidence, logits, drawn.temperature)
-            p, k = float(above.max()), int(rank.max()) + 1
+            p, k = float(np.nextafter(above.max(), 2)), int(rank.max()) + 1
             for text, offer in (
                 (f"top_p={p:.3g}", replace(drawn, top_p=p)),
                 (f"top_k={k}", replace(drawn, top_k=k)),
             ):
-                offers.append((_sum(evidence, logits, offer, recorded), "sampling_truncation", text, offer))
+                offers.append((_likelihood(evidence, logits, offer) - recorded, "sampling_truncation", text, offer))
         likelier, cause, text, drawn = max(offers, key=lambda offer: offer[0], default=(0.0, "", "", drawn))
         if likelier < -math.log(CERTAIN):
             break
@@ -488,13 +492,20 @@ def _sampler(evidence: Evidence, logits: torch.Tensor, readout: Readout) -> list
     return findings
 
 
-def _sum(evidence: Evidence, logits: torch.Tensor, readout: Readout, recorded: Floats) -> float:
-    return float((evidence.trainer(logits, readout) - recorded).sum())
+def _likelihood(evidence: Evidence, logits: torch.Tensor, drawn: Readout) -> float:
+    """The log of the likelihood of all tokens if drawn as `drawn` says. One that would have been cut off costs as much as
+    rounding noise at the edge of what is kept may."""
+    values = evidence.trainer(logits, drawn)
+    if drawn.top_k or drawn.top_p < 1:
+        above, rank = _above(evidence, logits, drawn.temperature)
+        outside = rank >= drawn.top_k if drawn.top_k else above >= drawn.top_p
+        values = np.where(outside, math.log(CERTAIN), values)
+    return float(values.sum())
 
 
 def _likeliest_temperature(evidence: Evidence, logits: torch.Tensor, drawn: Readout) -> Readout:
     def unlikely(t: float) -> float:
-        return -float(evidence.trainer(logits, replace(drawn, temperature=t)).sum())
+        return -_likelihood(evidence, logits, replace(drawn, temperature=t))
 
     return replace(drawn, temperature=_minimum(unlikely, (0.05, 0.2, *TEMPERATURES)))
 
@@ -569,7 +580,8 @@ def _precision(evidence: Evidence, logits: torch.Tensor, readout: Readout, chose
     if abs(share - 0.5) < 3 * stderr or trainer_rounds == (share > 0.5):
         return []
     who = ("engine", "trainer") if share > 0.5 else ("trainer", "engine")
-    step = float(np.sqrt((_step(logits, evidence.targets) ** 2).mean() / 12))
+    own = logits.gather(-1, evidence.targets[:, None])[:, 0].float()
+    step = float(_step(own).pow(2).mean().div(12).sqrt())
     text = (
         f"the {who[0]}'s logits are rounded to BF16, the {who[1]}'s are not: of the variance that this rounding gives, the "
         f"engine shows {share:.2f} ± {stderr:.2f}"
@@ -578,44 +590,45 @@ def _precision(evidence: Evidence, logits: torch.Tensor, readout: Readout, chose
 
 
 def _rounds_logits(evidence: Evidence) -> tuple[float, float] | None:
-    """How much of the variance that rounding logits to BF16 gives is in the engine's log-probabilities, all (1) or none (0),
-    and its standard error.
+    """How much of the variance that rounding logits to BF16 adds is in the engine's log-probabilities, all (1) or none (0), and
+    its standard error.
 
     The larger a logit, the coarser its rounding. The engine's squared distance from the mean of several trainers, less the
-    trainers' own variance, is regressed on step^2 / 12; the trainers have FP32 logits, and each rounds by another schedule,
-    which decorrelates what they share with the engine. None where alignment does not know the model.
+    trainers' own variance, is regressed on the variance of the rounding; the trainers have FP32 logits, and each rounds by
+    another schedule, which decorrelates what they share with the engine. The engine's noise need not be as large as theirs,
+    so that their variance is a second regressor. None where alignment does not know the model, or where other noise drowns
+    that of the logits.
     """
-    trainers, steps = [], []
+    trainers = []
     try:
         for schedule in DECORRELATED:
             record = align(evidence.model, to=schedule)
             try:
-                values, own = evidence.unrounded()
+                trainers.append(evidence.unrounded())
             finally:
                 record.undo()
-            trainers.append(values)
-            steps.append(own)
     except UsageError:
         return None
-    mean, count = np.mean(trainers, axis=0), len(trainers)
-    noise = np.var(trainers, axis=0, ddof=1)
-    rounding = np.mean(steps, axis=0) ** 2 / 12
-    excess = (evidence.engine - mean) ** 2 - noise * (1 + 1 / count)
-    # Weighted by what each token's excess is worth: its own variance is that of a square.
+    values, variances = (np.stack(columns) for columns in zip(*trainers, strict=True))
+    noise, rounding = values.var(axis=0, ddof=1), variances.mean(axis=0)
+    if np.median(rounding) < AUDIBLE * noise.mean():
+        return None
+    apart = (evidence.engine - values.mean(axis=0)) ** 2
+    # Weighted by what each token is worth: the variance of a square is its square.
     weight = 1 / (np.median(noise) + noise + rounding) ** 2
-    usual = (evidence.engine - mean) ** 2 < MANY_STEPS**2 * (np.median(noise) + rounding)
-    top, bottom = (weight * usual * rounding * x for x in (excess, rounding))
-    slope = top.sum() / bottom.sum()
-    residual = np.add.reduceat(top - slope * bottom, evidence.starts)
-    n = len(residual)
-    return float(slope), float(np.sqrt((residual**2).sum() * n / (n - 1)) / bottom.sum())
+    weight *= apart < MANY_STEPS**2 * (np.median(noise) + rounding)
+    excess = apart - noise * (1 + 1 / len(trainers))
+    columns = np.stack([rounding, noise], axis=1)
+    inverse = np.linalg.inv(columns.T @ (weight[:, None] * columns))
+    slopes = inverse @ (columns.T @ (weight * excess))
+    scores = np.add.reduceat((weight * (excess - columns @ slopes))[:, None] * columns, evidence.starts) @ inverse
+    n = len(scores)
+    return float(slopes[0]), float(np.sqrt((scores[:, 0] ** 2).sum() * n / (n - 1)))
 
 
-def _step(logits: torch.Tensor, targets: torch.Tensor) -> Floats:
-    """The distance between BF16 numbers of the size of each token's logit."""
-    own = logits.gather(-1, targets[:, None])[:, 0].double().abs().clamp(min=1e-6).numpy()
-    step: Floats = 2.0 ** (np.floor(np.log2(own)) - 7)
-    return step
+def _step(logits: torch.Tensor) -> torch.Tensor:
+    """The distance between BF16 numbers of the size of each logit."""
+    return torch.ldexp(torch.ones_like(logits), torch.frexp(logits).exponent - 8)
 
 
 def prefill_against_decode(engine: Stack, rollouts: Sequence[Rollout], expected: NoiseOnly) -> list[Finding]:

@@ -1,0 +1,179 @@
+"""Shares add up, additive parts have no interaction, and a trainer's drift is put down to the operation that differs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tiny import VOCABULARY, counted, tiny
+from tripoint.drift.attribution import (
+    Moved,
+    attribute,
+    code,
+    differing,
+    field_moves,
+    local_errors,
+    name,
+    shapley,
+    subsets,
+)
+from tripoint.drift.dither import Dithering, Replicates, read_weights
+from tripoint.drift.systematic import SystematicDrift, measure_systematic
+from tripoint.schedule import RoundingSchedule
+from tripoint.stacks import Rollout, open_stack
+from tripoint.stacks.hf import HFStack
+
+TRAINER, ENGINE = RoundingSchedule.parse("R1 S1 N1"), RoundingSchedule.parse("R3 S3 N3")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("model")
+    tiny("llama", tie_word_embeddings=False, max_position_embeddings=64).save_pretrained(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def rollouts() -> list[Rollout]:
+    return random_rollouts(32)
+
+
+def random_rollouts(sequences: int) -> list[Rollout]:
+    ids = np.random.default_rng(0).integers(VOCABULARY, size=(sequences, 25)).tolist()
+    return [Rollout((row[0],), tuple(row[1:])) for row in ids]
+
+
+def measured(
+    model: Path, rollouts: list[Rollout], engine: str, assumed: RoundingSchedule, replicates: int = 12
+) -> SystematicDrift:
+    dithering = Dithering(read_weights(model), rollouts)
+    trainer = open_stack("hf", model)
+    assert isinstance(trainer, HFStack)
+    with open_stack(f"emulated:{engine}", model) as running:
+        return measure_systematic(running, trainer, dithering, (TRAINER, assumed), full=True, replicates=replicates)
+
+
+def test_combinations_are_of_the_operations_that_differ() -> None:
+    assert differing(TRAINER, ENGINE) == ("rope", "swiglu", "norm")
+    assert differing(TRAINER, RoundingSchedule.parse("R1 S3 N1")) == ("swiglu",)
+    assert [name(moved) for moved in subsets(("rope", "norm"))] == ["nothing", "rope", "norm", "rope+norm"]
+    assert len(subsets(("rope", "swiglu", "norm"))) == 8
+
+
+def test_shapley_values_add_up_and_are_plain_for_additive_parts() -> None:
+    whole: Moved = ("rope", "swiglu", "norm")
+    part = {"rope": 1.0, "swiglu": 2.0, "norm": 4.0}
+    additive = {name(moved): 10 - sum(part[op] for op in moved) for moved in subsets(whole)}
+    anything = dict(zip(additive, np.random.default_rng(0).normal(size=8), strict=True))
+    total = 0.0
+    for op in whole:
+        assert sum(additive[combination] * c for combination, c in shapley(whole, op).items()) == pytest.approx(part[op])
+        total += sum(anything[combination] * c for combination, c in shapley(whole, op).items())
+    assert total == pytest.approx(anything["nothing"] - anything["rope+swiglu+norm"])
+
+
+def test_known_parts_are_found_with_their_interaction() -> None:
+    rng = np.random.default_rng(0)
+    rope, norm = (size * rng.normal(size=400) for size in (0.02, 0.04))
+    lengths = (20,) * 20
+
+    def stack(mean: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Replicates:
+        return Replicates(mean + 0.01 * rng.normal(size=(16, 400)), lengths)
+
+    trainers: dict[Moved, Replicates] = {
+        (): stack(rope + norm),
+        ("rope",): stack(norm),
+        ("norm",): stack(rope),
+        ("rope", "norm"): stack(np.zeros(400)),
+    }
+    schedules = TRAINER, RoundingSchedule.parse("R3 S1 N3")
+    found = attribute(stack(np.zeros(400)), trainers, schedules, np.ones(400, bool))
+    sites = {site.op: site for site in found.sites}
+    overlap = 2 * float((rope * norm).mean())
+    for op, own in (("rope", rope), ("norm", norm)):
+        alone = float((own**2).mean())
+        assert (sites[op].before, sites[op].after) == (code(TRAINER, op), code(schedules[1], op))
+        for estimate, expected in (
+            (sites[op].moved_alone, alone + overlap),
+            (sites[op].moved_away, alone),
+            (sites[op].shapley, alone + overlap / 2),
+        ):
+            assert estimate.value == pytest.approx(expected, abs=3 * estimate.stderr)
+            assert estimate.stderr < 0.3 * alone
+    assert found.interaction.value == pytest.approx(-overlap, abs=3 * found.interaction.stderr)
+    assert found.unexplained.value == pytest.approx(0, abs=3 * found.unexplained.stderr)
+    assert sum(site.share.value for site in found.sites) == pytest.approx(1)
+    for bins in (found.by_position, found.by_probability):
+        assert sum(b.tokens for b in bins) == 400
+
+
+def test_alignment_explains_all_of_an_emulated_engine(model: Path, rollouts: list[Rollout]) -> None:
+    result = measured(model, rollouts, "R3 S3 N3", ENGINE)
+    assert result.total.value > 5 * result.total.stderr
+    assert result.aligned is not None
+    assert abs(result.aligned.value) < 3 * result.aligned.stderr
+    assert result.controls.problem is None
+    assert result.attribution is not None
+    assert sum(site.shapley.value for site in result.attribution.sites) == pytest.approx(
+        result.total.value - result.aligned.value
+    )
+    # 2 K of the trainer, K each of the odd schedule, of seven moves, and permuted.
+    assert result.passes == {"engine": 24, "trainer": 12 * (2 + 1 + 7 + 1)}
+
+
+def test_an_operation_that_does_not_differ_gets_nothing(model: Path) -> None:
+    # The engine differs in the norms only, but is thought to differ in all three.
+    result = measured(model, random_rollouts(64), "R1 S1 N3", ENGINE, replicates=20)
+    assert result.attribution is not None
+    sites = {site.op: site for site in result.attribution.sites}
+    assert sites["norm"].moved_alone.value > 3 * sites["norm"].moved_alone.stderr
+    # Moving rope moves away from the engine.
+    assert sites["rope"].moved_alone.value < -2 * sites["rope"].moved_alone.stderr
+    assert result.attribution.unexplained.value > 3 * result.attribution.unexplained.stderr
+
+
+def test_equal_stacks_give_no_drift_and_nothing_to_attribute(model: Path, rollouts: list[Rollout]) -> None:
+    result = measured(model, rollouts, "R1 S1 N1", TRAINER)
+    assert abs(result.total.value) < 3 * result.total.stderr
+    assert result.attribution is None
+    assert result.aligned is None
+    assert result.controls.positive.value > 3 * result.controls.positive.stderr
+
+
+def test_the_trainer_ends_as_it_was(model: Path, rollouts: list[Rollout]) -> None:
+    dithering = Dithering(read_weights(model), rollouts)
+    trainer = open_stack("hf", model)
+    assert isinstance(trainer, HFStack)
+    before = trainer.score(rollouts)
+    recorded = Replicates(np.concatenate(before)[None], dithering.lengths)
+    result = measure_systematic(recorded, trainer, dithering, (TRAINER, ENGINE), full=False, replicates=4)
+    assert result.bound_only
+    with counted() as calls:
+        assert trainer.score(rollouts) == before
+    assert not calls
+
+
+def test_local_errors_grow_from_the_operation_that_moves(model: Path, rollouts: list[Rollout]) -> None:
+    trainer = open_stack("hf", model)
+    assert isinstance(trainer, HFStack)
+    ids = torch.tensor([[*r.prompt_ids, *r.completion_ids] for r in rollouts[:4]])
+    found = local_errors(trainer.model, ids, TRAINER, ENGINE)
+    assert [(error.layer, error.op) for error in found] == [
+        (layer, op) for layer in range(3) for op in ("rope", "swiglu", "norm", None)
+    ]
+    assert all(0 < error.changed < 1 and error.ulps >= 1 and 0 < error.relative < 0.05 for error in found)
+    same = local_errors(trainer.model, ids, TRAINER, TRAINER)
+    assert all(error.changed == 0 and error.relative == 0 for error in same)
+    assert not any("forward" in vars(module) for module in trainer.model.modules())
+
+
+def test_fields_move_one_at_a_time_where_they_can() -> None:
+    moves, impossible = field_moves(TRAINER, RoundingSchedule.parse("R4 S3 N3 carry=layer"))
+    assert str(moves["swiglu.silu_round"]) == "R1 S3 N1"
+    assert str(moves["norm.final.norm_round"]) == "R1 S1 N1 N.final=N2"
+    # A table in FP32 under BF16 products, and a residual carried past a norm that rounds it.
+    assert {"rope.table", "carry"} <= set(impossible)
+    assert set(moves) & set(impossible) == set()
