@@ -36,7 +36,8 @@ _INSTRUCTIONS = {
 }
 
 # The enumerations of cpu_kernels.cpp.
-_DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+_DTYPES_16 = {torch.bfloat16: 0, torch.float16: 1}
+_DTYPES = _DTYPES_16 | {torch.float32: 2}
 _CASTS = {"rne": 0, "rtz": 1}
 _COMPUTES = {"bf16": 0, "bf16_fma": 1, "fp32": 2}
 _SUM_ROUNDS = {"before_var": 0, "after_var": 1, "never": 2}
@@ -148,15 +149,18 @@ def _differing_ops() -> list[str]:
     x, residual, grad = (sample(bf16, 40, 612) for _ in range(3))
     wide, wider = (sample(fp32, 40, 612) for _ in range(2))
     weight, table = sample(bf16, 612), sample(fp32, 40, 612)
+    # Every number, twice: enough products for a different last bit of silu to show.
+    gate = torch.arange(2**16, device="cpu").to(torch.int16).view(torch.float16)
+    gate = gate[gate.isfinite()].expand(2, -1)
+    up = sample(torch.float16, *gate.shape)
     n1 = ("before_var", True, True)
     rstd = reference.add_rms_norm(x, residual, weight, 1e-5, *n1, True, "rne", bf16)[2]
     # In FP32 no rounding hides a different last bit.
     calls: list[tuple[str, tuple[object, ...]]] = [
         *(("rope", (x, table, table, "bf16", compute, "rne", bf16)) for compute in _COMPUTES),
         ("rope", (wide, table, table, "fp32", "fp32", "rne", fp32)),
-        ("gated_act", (wide, wider, "silu", False, "fp32", "rne")),
-        ("gated_act", (x, residual, "silu", True, "bf16", "rne")),
-        ("gated_act_backward", (wider, wide, wider, "silu", False, "fp32", "rne")),
+        *(("gated_act", (gate, up, "silu", sig == "bf16", sig, "rne")) for sig in ("fp32", "bf16")),
+        ("gated_act_backward", (up, gate, up, "silu", False, "fp32", "rne")),
         ("add_rms_norm", (x, residual, weight, 1e-5, "never", False, False, False, "rne", bf16)),
         ("add_rms_norm_backward", (grad, grad, x, residual, weight, rstd, *n1, "rne", bf16)),
         ("add_rms_norm_backward", (wider, None, wide, None, weight.float(), rstd, "never", False, False, "rne", fp32)),
@@ -252,7 +256,7 @@ def _rotate(
 def gated_act(gate: Tensor, up: Tensor, act: str, silu_round: bool, sig: str, cast: str) -> Tensor:
     """See `reference.gated_act`."""
     dtype = gate.dtype
-    if act != "silu" or dtype not in _DTYPES or up.dtype != dtype:
+    if act != "silu" or dtype not in _DTYPES_16 or up.dtype != dtype:
         # ATen's gelu is oneDNN's, whose last bits nobody else has.
         return reference.gated_act(gate, up, act, silu_round, sig, cast)
     gates, ups = gate.contiguous(), up.contiguous()
@@ -272,7 +276,7 @@ def gated_act_backward(
 ) -> tuple[Tensor, Tensor]:
     """See `reference.gated_act_backward`."""
     dtype = gate.dtype
-    if act != "silu" or dtype not in _DTYPES or not up.dtype == grad.dtype == dtype:
+    if act != "silu" or dtype not in _DTYPES_16 or not up.dtype == grad.dtype == dtype:
         return reference.gated_act_backward(grad, gate, up, act, silu_round, sig, cast)
     grads, gates, ups = grad.contiguous(), gate.contiguous(), up.contiguous()
     grad_gate, grad_up = torch.empty_like(gates), torch.empty_like(ups)
