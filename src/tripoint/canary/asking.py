@@ -128,7 +128,8 @@ def _finished(
             f"measured in the canary's own depth of {shape.layers} layers and vocabulary of {shape.vocab}: what a compiler fuses "
             "(carry first of all) can differ in a model's; --full-shape or --in-place asks there",
         )
-    return replace(found, notes=notes, conditions=own | conditions, versions=versions, seconds=time.monotonic() - started)
+    told = {name: value for name, value in conditions.items() if value is not None or name not in own}
+    return replace(found, notes=notes, conditions=own | told, versions=versions, seconds=time.monotonic() - started)
 
 
 def _greedy(model: Any, prompts: Sequence[tuple[int, ...]]) -> list[int]:
