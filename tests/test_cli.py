@@ -62,12 +62,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def recorded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def recorded(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     """Writes random rollouts with the log-probabilities that a stack gives them when it scores them as the trainer does."""
-    rng = np.random.default_rng(0)
-    rows = [Rollout(tuple(ids[:10].tolist()), tuple(ids[10:].tolist())) for ids in rng.integers(3, VOCABULARY, (12, 40))]
 
-    def record(stack: str) -> Path:
+    def record(stack: str, sequences: int = 12) -> Path:
+        drawn = np.random.default_rng(0).integers(3, VOCABULARY, (sequences, 40)).tolist()
+        rows = [Rollout(tuple(ids[:10]), tuple(ids[10:])) for ids in drawn]
         path = tmp_path_factory.mktemp("rollouts") / "rollouts.jsonl"
         with open_stack(stack, model) as opened, path.open("w") as file:
             for row, logprobs in zip(rows, opened.score(rows), strict=True):
@@ -109,7 +109,7 @@ def test_version(run: Run) -> None:
         (["drift"], "Missing option '--engine'"),
         (["drift", "--engine", "hf", "--tokens", "many"], "--tokens"),
         (["drift", "--engine", "hf", "--tokens", "0"], "--tokens"),
-        (["drift", "--engine", "hf", "--quick", "--tokens", "9"], "--quick means --tokens 2000"),
+        (["drift", "--engine", "hf", "--tokens", "1000000"], "ask for fewer"),
         (["drift", "--engine", "vlm"], "did you mean `vllm`?"),
         (["drift", "--engine", "emulated:R3 S3 N8"], "unknown code 'N8'"),
         (["drift", "--engine", "hf", "--trainer", "vllm"], "trainer `vllm` cannot be aligned"),
@@ -195,63 +195,106 @@ def test_every_value_of_every_field_has_words(run: Run) -> None:
 # -- drift and diagnose -----------------------------------------------------------------------------------------------
 
 
-def test_json_of_drift(run: Run, model: Path) -> None:
-    done = run("drift", str(model), "--engine", "emulated:R3 S3 N3 carry=layer", "--tokens", "300", "--json")
+def test_json_of_drift_is_the_documented_one(run: Run, model: Path) -> None:
+    options = ["--tokens", "800", "--replicates", "8", "--quick"]
+    done = run("drift", str(model), "--engine", "emulated:R3 S3 N3 carry=layer", *options, "--json")
     assert done.code == 0
     found = done.json
-    keys = list(Mismatch.__dataclass_fields__)
-    assert list(found["mismatch"]) == list(found["mismatch_stderr"]) == list(found["aligned"]["mismatch"]) == keys
-    assert [key for key in keys if found["mismatch_stderr"][key] is None] == list(MAXIMA)
-    assert found["tokens"] >= 300
-    assert found["sequences"] >= 32
-    assert found["aligned"]["schedule"].startswith("R3 S3 N3 carry=layer")
-    assert {"op": "swiglu", "before": "S1", "after": "S3", "sites": 3} in found["aligned"]["ops"]
-    assert "random token ids" in found["source"]
+    assert list(found) == [
+        "tokens",
+        "sequences",
+        "replicates",
+        "mismatch",
+        "noise_rms",
+        "expected_k3_from_noise",
+        "systematic",
+        "attribution",
+        "interaction",
+        "unexplained",
+        "control",
+        "findings",
+    ]
+    assert list(found["mismatch"]) == list(Mismatch.__dataclass_fields__)
+    assert (found["tokens"], found["sequences"], found["replicates"]) == (800, 16, 8)
+    assert (found["attribution"], found["interaction"]) == ([], None)
     assert "sampling from emulated" in done.err
 
 
-def test_a_trainer_that_already_agrees(run: Run, model: Path, recorded: Callable[[str], Path]) -> None:
-    done = run("drift", str(model), "--engine", f"rollouts:{recorded('hf')}", "--to", "hf")
+def test_the_table_of_drift(run: Run, model: Path) -> None:
+    done = run("drift", str(model), "--engine", "emulated:R3 S3 N3", "--tokens", "800", "--replicates", "8")
+    assert done.code == 0
+    rows = ["mismatch", "rounding noise of the engine", "systematic", "rope R1 → R3", "swiglu S1 → S3", "norm N1 → N3"]
+    rows += ["interaction", "removed by alignment", "left", "control: trainer, itself", "control: trainer, odd schedule"]
+    places = [done.out.index(row) for row in rows]
+    assert places == sorted(places)
+    said = " ".join(done.out.split())
+    assert "do not average out" in said
+    assert "Align the trainer to R3 S3 N3: then none is told from zero" in said
+
+
+def test_a_trainer_that_already_agrees(run: Run, model: Path, recorded: Callable[..., Path]) -> None:
+    """No target differs, so that nothing is removed, and raw mismatch is exactly zero."""
+    done = run("diagnose", str(model), "--engine", f"rollouts:{recorded('hf')}", "--to", "hf", "--replicates", "8")
     assert done.code == 0
     assert "agree on all 360 tokens to the last bit, with and without alignment" in done.out
 
 
-def test_alignment_that_removes_the_mismatch(run: Run, model: Path, recorded: Callable[[str], Path], tmp_path: Path) -> None:
+def test_alignment_that_removes_the_mismatch(run: Run, model: Path, recorded: Callable[..., Path], tmp_path: Path) -> None:
     """Tokens scored by the same ops in the same batches: nothing but the schedule differs, and alignment removes all of it."""
-    file = recorded("emulated:R3 S3 N3 carry=layer")
-    done = run("diagnose", str(model), "--engine", f"rollouts:{file}", "--to", "R3 S3 N3 carry=layer", "--out", str(tmp_path))
+    engine = ["--engine", f"rollouts:{recorded('emulated:R3 S3 N3 carry=layer')}", "--to", "R3 S3 N3 carry=layer"]
+    done = run("diagnose", str(model), *engine, "--replicates", "6", "--quick", "--out", str(tmp_path))
     assert done.code == 0
     assert "Alignment removed the mismatch" in done.out
     report = json.loads((tmp_path / "report.json").read_text())
+    assert [key for key in report["mismatch"] if report["mismatch_stderr"][key] is None] == list(MAXIMA)
     assert report["mismatch"]["mean_abs"] > 0
     assert report["aligned"]["mismatch"]["exact_fraction"] == 1
     assert report["aligned"]["mismatch"]["max_abs"] == 0
+    assert report["aligned"]["schedule"].startswith("R3 S3 N3 carry=layer")
+    assert {"op": "swiglu", "before": "S1", "after": "S3", "sites": 3} in report["aligned"]["ops"]
+    assert report["noise_rms"]["engine"] is None
+    assert report["bound_only"]
     html = (tmp_path / "report.html").read_text()
     assert "Alignment removed the mismatch" in html
     assert "rollout_probs_diff_mean" in html
+    assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_alignment_to_the_wrong_schedule(run: Run, model: Path, recorded: Callable[[str], Path]) -> None:
-    done = run("drift", str(model), "--engine", f"rollouts:{recorded('hf')}", "--to", "R3 S3 N3")
+def test_alignment_to_the_wrong_schedule(run: Run, model: Path, recorded: Callable[..., Path]) -> None:
+    engine = ["--engine", f"rollouts:{recorded('hf')}", "--to", "R3 S3 N3"]
+    done = run("diagnose", str(model), *engine, "--replicates", "8", "--quick")
     assert done.code == 0
     assert "Alignment raised the mean |dlogp| from 0 to" in " ".join(done.out.split())
 
 
-def test_rollouts_without_a_target(run: Run, model: Path, recorded: Callable[[str], Path]) -> None:
-    done = run("drift", str(model), "--engine", f"rollouts:{recorded('emulated:R4 S3 N2')}", "--json")
+def test_rollouts_without_a_target(run: Run, model: Path, recorded: Callable[..., Path]) -> None:
+    engine = f"rollouts:{recorded('emulated:R4 S3 N2')}"
+    done = run("diagnose", str(model), "--engine", engine, "--replicates", "8", "--json")
     assert done.code == 0
     assert done.json["aligned"] is None
-    assert "give --to" in done.json["summary"]
+    assert done.json["unexplained"] is None
+    assert "Give --to" in done.json["summary"]
+    # The tokens of this recording are random, not drawn from the model.
+    assert [finding["cause"] for finding in done.json["findings"]] == ["sampling_temperature"]
+    assert "sampling_temperature" in done.json["withheld"]
 
 
 def test_only_the_first_rollouts_are_read_where_fewer_tokens_are_asked_for(
-    run: Run, model: Path, recorded: Callable[[str], Path]
+    run: Run, model: Path, recorded: Callable[..., Path]
 ) -> None:
-    done = run("drift", str(model), "--engine", f"rollouts:{recorded('hf')}", "--tokens", "250", "--json")
-    assert (done.json["tokens"], done.json["sequences"]) == (270, 9)
+    engine = f"rollouts:{recorded('hf', 24)}"
+    done = run("drift", str(model), "--engine", engine, "--tokens", "500", "--replicates", "8", "--json")
+    assert (done.json["tokens"], done.json["sequences"]) == (510, 17)
 
 
-def test_a_damaged_rollouts_file(run: Run, model: Path, recorded: Callable[[str], Path]) -> None:
+def test_a_measurement_too_coarse_to_see_its_control_is_exit_code_3(run: Run, model: Path) -> None:
+    """The result is printed all the same, with the reason."""
+    done = run("drift", str(model), "--engine", "emulated:R3 S3 N3", "--tokens", "200", "--replicates", "3", "--quick")
+    assert done.code == 3
+    assert "does not say anything yet: a deliberately different schedule gives" in " ".join(done.out.split())
+
+
+def test_a_damaged_rollouts_file(run: Run, model: Path, recorded: Callable[..., Path]) -> None:
     file = recorded("hf")
     file.write_bytes(file.read_bytes()[:-20])
     done = run("drift", str(model), "--engine", f"rollouts:{file}")
@@ -273,7 +316,7 @@ def test_too_few_tokens_is_exit_code_3(run: Run, model: Path) -> None:
 
 
 def test_ctrl_c_is_exit_code_130_without_a_traceback(model: Path) -> None:
-    command = [TRIPOINT, "drift", str(model), "--engine", "hf", "--tokens", "100000000"]
+    command = [TRIPOINT, "drift", str(model), "--engine", "hf", "--tokens", "100000"]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

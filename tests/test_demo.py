@@ -24,7 +24,8 @@ def heed_interrupts() -> None:
 
 def test_diagnose_with_a_real_engine(tmp_path: Path) -> None:
     """Uncompiled, since that starts five times faster; `make demo` is the same with the compiled default."""
-    command = [TRIPOINT, "diagnose", "--engine", "vllm:eager", "--tokens", "400", "--out", str(tmp_path)]
+    command = [TRIPOINT, "diagnose", "--engine", "vllm:eager", "--tokens", "400", "--replicates", "4", "--quick"]
+    command += ["--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     report = json.loads((tmp_path / "report.json").read_text())
@@ -53,7 +54,7 @@ def test_diagnose_with_a_real_engine(tmp_path: Path) -> None:
 )
 def test_an_end_halfway(interrupted: str, code: int, said: str) -> None:
     """vLLM is killed, or the user presses Ctrl-C, while tokens are sampled: the right exit code, and no process left."""
-    command = [TRIPOINT, "drift", "--engine", "vllm:eager", "--tokens", "1000000"]
+    command = [TRIPOINT, "drift", "--engine", "vllm:eager", "--tokens", "4000"]
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,

@@ -21,10 +21,9 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from tripoint.canary import Fingerprint
-    from tripoint.drift import Drift
+    from tripoint.drift import DriftResult
     from tripoint.profiles import Target
 
-QUICK_TOKENS = 2000
 PLAIN_WIDTH = 100  # columns of text that goes to a file or a pipe
 
 app = typer.Typer(
@@ -48,9 +47,13 @@ To = Annotated[
 ]
 Tokens = Annotated[
     int | None,
-    typer.Option(min=1, metavar="N", help="About how many tokens to measure on. [default: 8000, or all that are recorded]"),
+    typer.Option(min=1, metavar="N", help="About how many neutral (or recorded) tokens to measure on. [default: 2000]"),
 ]
-Quick = Annotated[bool, typer.Option("--quick", help=f"The same as --tokens {QUICK_TOKENS}.")]
+Replicates = Annotated[
+    int | None,
+    typer.Option(min=3, metavar="K", help="How often to score them with each stack. [default: what 5 or 15 minutes allow]"),
+]
+Quick = Annotated[bool, typer.Option("--quick", help="Leave out which operation it is from: under 5 minutes, not 15.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 Side = Annotated[
     str,
@@ -94,17 +97,19 @@ def drift(
     trainer: Trainer = "hf",
     to: To = None,
     tokens: Tokens = None,
+    replicates: Replicates = None,
     quick: Quick = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure the mismatch before and after alignment."""
-    from tripoint.report.drift import render, to_json
+    """Measure the drift: how large, how much of it systematic, from which operation. Exits with 3 if a control fails."""
+    from tripoint.report.drift import render
 
-    result = _compare(model, engine, trainer, to, tokens, quick)
+    result = _measure(model, engine, trainer, to, tokens, replicates, quick)
     if as_json:
-        print(to_json(result))
+        print(json.dumps(result.to_json(), indent=2, allow_nan=False))
     else:
         _show(render(result, detailed=False))
+    raise typer.Exit(3 if result.systematic.controls.problem else 0)
 
 
 @app.command()
@@ -114,22 +119,27 @@ def diagnose(
     trainer: Trainer = "hf",
     to: To = None,
     tokens: Tokens = None,
+    replicates: Replicates = None,
     quick: Quick = False,
-    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write report.json and report.html there.")] = None,
+    out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write report.json, report.html and drift.png there.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Measure, align, measure again: the full report."""
-    from tripoint.report.drift import render, to_json, write_report
+    """Measure, align, measure again: the full report. Exits with 3 if a control fails."""
+    from tripoint.report.drift import render, to_report, write_report
+    from tripoint.report.plots import check_plots
 
-    if out is not None and out.exists() and not out.is_dir():
-        raise UsageError(f"--out {out} is a file: give a directory")
-    result = _compare(model, engine, trainer, to, tokens, quick)
+    if out is not None:
+        check_plots()
+        if out.exists() and not out.is_dir():
+            raise UsageError(f"--out {out} is a file: give a directory")
+    result = _measure(model, engine, trainer, to, tokens, replicates, quick)
     if as_json:
-        print(to_json(result))
+        print(json.dumps(to_report(result), indent=2, allow_nan=False))
     else:
         _show(render(result, detailed=True))
     for path in write_report(result, out) if out is not None else ():
         print(f"wrote {path}", file=sys.stderr)
+    raise typer.Exit(3 if result.systematic.controls.problem else 0)
 
 
 @app.command()
@@ -255,20 +265,13 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _compare(model: str, engine: str, trainer: str, to: str | None, tokens: int | None, quick: bool) -> Drift:
-    if quick and tokens is not None:
-        raise UsageError(f"--quick means --tokens {QUICK_TOKENS}: give one of them")
-    from tripoint.drift import compare
+def _measure(
+    model: str, engine: str, trainer: str, to: str | None, tokens: int | None, replicates: int | None, quick: bool
+) -> DriftResult:
+    from tripoint.drift import measure_drift
     from tripoint.report.progress import stage
 
-    return compare(
-        model,
-        engine,
-        trainer,
-        to=to,
-        tokens=QUICK_TOKENS if quick else tokens,
-        stage=stage,
-    )
+    return measure_drift(model, engine, trainer, to=to, tokens=tokens, replicates=replicates, quick=quick, stage=stage)
 
 
 def _show(what: RenderableType) -> None:

@@ -1,6 +1,6 @@
-"""How far a trainer's log-probabilities lie from an engine's."""
+"""How far a trainer's log-probabilities lie from an engine's, and how much of that is systematic."""
 
-from tripoint.drift.compare import Drift, compare
 from tripoint.drift.mismatch import Measured, Mismatch, measure
+from tripoint.drift.result import DriftResult, measure_drift
 
-__all__ = ["Drift", "Measured", "Mismatch", "compare", "measure"]
+__all__ = ["DriftResult", "Measured", "Mismatch", "measure", "measure_drift"]

@@ -6,23 +6,29 @@ Neutral ones, chosen by neither stack, show what is systematic.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
+from collections import Counter
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
+from tripoint.align import align
+from tripoint.align.layouts import find_decoders
+from tripoint.align.model import Alignment
 from tripoint.drift.attribution import Site
-from tripoint.drift.compare import PROFILE_MODES
 from tripoint.drift.dither import Dithering, Replicates, read_weights, seeds, untied
 from tripoint.drift.estimate import Estimate
 from tripoint.drift.expectation import NoiseOnly, noise_only
 from tripoint.drift.findings import Finding, find_causes, prefill_against_decode
-from tripoint.drift.mismatch import Measured, measure
-from tripoint.drift.neutral import neutral_rollouts
+from tripoint.drift.mismatch import Change, Measured, change, measure
+from tripoint.drift.neutral import MIN_SEQUENCES, neutral_rollouts
 from tripoint.drift.prompts import prompt_ids
 from tripoint.drift.systematic import (
     FULL_SECONDS,
@@ -38,25 +44,63 @@ from tripoint.errors import UsageError
 from tripoint.models import resolve_model
 from tripoint.profiles import resolve_target
 from tripoint.schedule import RoundingSchedule
-from tripoint.stacks import Rollout, Stack, open_stack, parse_stack
+from tripoint.stacks import Rollout, Stack, StackName, open_stack, parse_stack
+from tripoint.stacks.base import vocab_size
 from tripoint.stacks.hf import HFStack
 from tripoint.stacks.rollouts import read_rollouts
 
 NEUTRAL_TOKENS = 2000
 SAMPLED_TOKENS = 1000
+MAX_COMPLETION = 128
 NOISE_REPLICATES = 3
 CLEAR = 2.0  # standard errors, from which on a share of something is worth giving
+TRAINERS = ("hf", "emulated")
+PROFILE_MODES = {"": "", "eager": "/eager", "compile": "/compiled", "autocast": "/autocast"}
+
+
+@dataclass(frozen=True)
+class Side:
+    """One of the two stacks: as named by the user, with what its rounding may depend on and the versions that computed."""
+
+    stack: str
+    conditions: dict[str, Any]
+    versions: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Aligned:
+    """The trainer after alignment: the record of what changed, the raw mismatch then, and its paired change."""
+
+    alignment: Alignment
+    measured: Measured
+    change: dict[str, Change]
+
+    def ops(self) -> list[dict[str, Any]]:
+        """What alignment changed, by op: rounding points before and after, and at how many modules."""
+        counts = Counter((site.op, site.before, site.after) for site in self.alignment.sites)
+        return [{"op": op, "before": before, "after": after, "sites": n} for (op, before, after), n in counts.items()]
 
 
 @dataclass(frozen=True)
 class DriftResult:
-    """What was measured. `withheld` says why the systematic drift was not attributed to operations, if it was not."""
+    """What was measured.
 
+    `source` and `neutral` say where the engine's and the neutral tokens are from. `aligned` is None where no target is known.
+    `withheld` says why the systematic drift was not attributed to operations, if it was not.
+    """
+
+    model: str
+    engine: Side
+    trainer: Side
+    source: str
+    neutral: str
     mismatch: Measured
+    aligned: Aligned | None
     expected: NoiseOnly
     systematic: SystematicDrift
     findings: tuple[Finding, ...]
     withheld: str | None
+    seconds: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
         """The JSON of `drift`, keys as in the documentation; variances in nats squared."""
@@ -79,6 +123,45 @@ class DriftResult:
             "findings": [finding.to_dict() for finding in self.findings],
         }
 
+    def to_report(self) -> dict[str, Any]:
+        """The JSON of `diagnose`: that of `drift`, and everything else that is in the report."""
+        result = self.systematic
+        out = self.to_json() | {
+            "model": self.model,
+            "engine": vars(self.engine),
+            "trainer": vars(self.trainer),
+            "source": self.source,
+            "neutral_source": self.neutral,
+            "mismatch_tokens": self.mismatch.tokens,
+            "mismatch_sequences": self.mismatch.sequences,
+            "mismatch_stderr": dict(self.mismatch.stderr),
+            "k3_limit_from_noise": self.expected.k3_limit,
+            "systematic_interval": [result.total.low, result.total.high],
+            "removed_by_alignment": _variance(result.removed) if result.removed else None,
+            "bound_only": result.bound_only,
+            "positive_control": _variance(result.controls.positive),
+            "problem": result.controls.problem,
+            "by_permutation": _variance(result.ranged.permutation) if result.ranged else None,
+            "wild_tokens": int(result.wild.sum()),
+            "withheld": self.withheld,
+            "aligned": None,
+            "passes": result.passes,
+            "seconds": self.seconds,
+        }
+        if self.aligned is not None:
+            record = self.aligned.alignment
+            out["aligned"] = {
+                "target": record.target.name,
+                "detail": record.target.detail,
+                "schedule_before": str(record.before),
+                "schedule": str(record.schedule),
+                "ops": self.aligned.ops(),
+                "notes": list(record.notes),
+                **self.aligned.measured.to_dict(),
+                "change": {name: vars(change) for name, change in self.aligned.change.items()},
+            }
+        return out
+
 
 def measure_drift(
     model: str,
@@ -86,7 +169,7 @@ def measure_drift(
     trainer: str = "hf",
     *,
     to: str | None = None,
-    tokens: int = NEUTRAL_TOKENS,
+    tokens: int | None = None,
     quick: bool = False,
     replicates: int | None = None,
     seed: int = 0,
@@ -96,32 +179,55 @@ def measure_drift(
     it is not rounding.
 
     `model`: a directory, a hub id, or `smollm2`. `engine`, `trainer`: STACKs; the engine may be `rollouts:FILE`. `to`: how the
-    engine rounds, as a target; without it nothing is attributed. `tokens`: how many neutral tokens. `quick`: without
+    engine rounds, as a target; by default what is documented for it (`emulated:X`: X), and where nothing is, nothing is
+    attributed. `tokens`: about how many neutral tokens, or recorded ones; by default `NEUTRAL_TOKENS`. `quick`: without
     attribution. `replicates`: of each stack; by default as many as `QUICK_SECONDS` or `FULL_SECONDS` allow in all. Raises
     UsageError for bad input and MeasurementError where nothing can be measured.
     """
     started = time.monotonic()
-    name = parse_stack(engine)
-    if parse_stack(trainer).kind not in ("hf", "emulated"):
-        raise UsageError(f"trainer `{trainer}` cannot be dithered: it must be hf, hf:compile, hf:autocast or emulated:TARGET")
-    schedules = None if to is None else (_trainer_schedule(trainer), resolve_target(to).schedule)
+    seconds: dict[str, float] = {}
+    name, trainer_name = parse_stack(engine), parse_stack(trainer)
+    if trainer_name.kind not in TRAINERS:
+        raise UsageError(f"trainer `{trainer}` cannot be aligned: it must be hf, hf:compile, hf:autocast or emulated:TARGET")
+    to = _documented_target(name) if to is None else to
     checkpoint = resolve_model(model)
+    if to is not None:
+        _check_alignable(checkpoint, to)  # before minutes of sampling
+    wanted = NEUTRAL_TOKENS if tokens is None else tokens
+
+    def lap(what: str) -> None:
+        seconds[what] = time.monotonic() - started - sum(seconds.values())
+
     with ExitStack() as opened:
         directory = opened.enter_context(untied(checkpoint))
-        stack = opened.enter_context(open_stack(trainer, directory))
-        assert isinstance(stack, HFStack)
         running: Stack | None = None
         if name.kind == "rollouts":
-            sampled = neutral = list(read_rollouts(Path(name.detail), stack.vocab_size))
+            sampled, source = list(read_rollouts(Path(name.detail), vocab_size(checkpoint))), f"recorded in {name.detail}"
+            neutral, neutral_source = _first(sampled, wanted), "the first of the recorded ones"
+            sampled = sampled if tokens is None else neutral
         else:
+            neutral, neutral_source = neutral_rollouts(directory, vocab_size(checkpoint), wanted)
             running = opened.enter_context(open_stack(engine, checkpoint if name.kind == "http" else directory))
-            sampled = _sample(running, directory, seed, stage)
-            neutral, _ = neutral_rollouts(directory, stack.vocab_size, tokens)
+            sampled, source = _sample(running, directory, min(wanted, SAMPLED_TOKENS), seed, stage)
+        lap("engine: start and sampling")
+        stack = opened.enter_context(open_stack(trainer, directory))
+        assert isinstance(stack, HFStack)
+        schedules = None if to is None else _schedules(stack, trainer_name, to)
         weights = read_weights(directory)
         own, dithering = Dithering(weights, sampled), Dithering(weights, neutral)
         logprobs = [rollout.logprobs for rollout in sampled if rollout.logprobs is not None]
-        with stage("scoring the engine's tokens", len(sampled)) as progress:
-            mismatch = measure(logprobs, stack.score(sampled, progress=progress))
+
+        def mismatch_now(what: str) -> Measured:
+            with stage(what, len(sampled)) as progress:
+                return measure(logprobs, stack.score(sampled, progress=progress))
+
+        mismatch = mismatch_now(f"scoring with {trainer}")
+        after = None
+        if to is not None:
+            with aligned(stack, to) as record:
+                measured = mismatch_now(f"scoring with {trainer}, aligned")
+            after = Aligned(record, measured, change(mismatch, measured))
+        lap("raw mismatch")
 
         dithers = running if name.kind not in ("rollouts", "http") else None
         with stage("rounding noise on the engine's tokens", 0):
@@ -134,20 +240,25 @@ def measure_drift(
             else:
                 engine_noise = noise
             expected = noise_only(noise, engine_noise)
+        lap("expected noise")
         with stage("looking for causes other than rounding", 0):
             with as_transformers(stack) as plain:
                 bos = plain.config.bos_token_id
                 findings = find_causes(plain, sampled, expected, bos=bos, autocast=stack.mode == "autocast")
             if running is not None:
                 findings += prefill_against_decode(running, sampled, expected)
+        lap("other causes")
         withheld = None
         if findings:
             withheld = f"the drift is not only rounding ({', '.join(finding.cause for finding in findings)})"
         elif schedules is None:
-            withheld = "how the engine rounds is not known"
+            withheld = "how the engine rounds is not known: give --to"
         elif quick:
-            withheld = "left out because of `quick`"
-        recorded = dithering.score_once(running) if running else Replicates(np.concatenate(logprobs)[None], own.lengths)
+            withheld = "left out because of --quick"
+        if running is None:
+            recorded = Replicates(np.concatenate([r.logprobs or () for r in neutral])[None], dithering.lengths)
+        else:
+            recorded = dithering.score_once(running)
         systematic = measure_systematic(
             dithers or recorded,
             stack,
@@ -159,21 +270,82 @@ def measure_drift(
             seed=seed,
             stage=stage,
         )
-    return DriftResult(mismatch, expected, systematic, tuple(findings), withheld)
+        lap("dithered passes")
+        engine_side, trainer_side = _side(engine, running), _side(trainer, stack)
+    return DriftResult(
+        model,
+        engine_side,
+        trainer_side,
+        source,
+        neutral_source,
+        mismatch,
+        after,
+        expected,
+        systematic,
+        tuple(sorted(findings, key=lambda finding: -finding.nats)),
+        withheld,
+        seconds,
+    )
 
 
-def _trainer_schedule(trainer: str) -> RoundingSchedule:
-    """How a trainer of ours rounds: what is documented, and for an emulation what it was told."""
-    name = parse_stack(trainer)
-    target = name.detail if name.kind == "emulated" else name.kind + PROFILE_MODES[name.detail]
-    return resolve_target(target).schedule
+def _side(name: str, stack: Stack | None) -> Side:
+    return Side(name, stack.conditions(), stack.versions()) if stack else Side(name, {}, {})
 
 
-def _sample(engine: Stack, model: Path, seed: int, stage: Stage) -> list[Rollout]:
-    prompts, _ = prompt_ids(model, engine.vocab_size)
-    length = -(-SAMPLED_TOKENS // len(prompts))
-    with stage(f"sampling from {engine.name}", len(prompts)) as progress:
-        return engine.sample(prompts, max_tokens=length, seed=seed, progress=progress)
+def _documented_target(engine: StackName) -> str | None:
+    """What is documented for an engine, as a target; None for recorded rollouts and servers, which do not say what they run."""
+    match engine.kind:
+        case "rollouts" | "http":
+            return None
+        case "emulated":
+            return engine.detail
+    return engine.kind + PROFILE_MODES[engine.detail]
+
+
+def _check_alignable(model: Path, to: str) -> None:
+    """Raise the UsageError that `align` will raise for this checkpoint and target, without loading a weight."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(model)
+    with torch.device("meta"):
+        align(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), to=to)  # type: ignore[no-untyped-call]
+
+
+def _schedules(stack: HFStack, trainer: StackName, to: str) -> tuple[RoundingSchedule, RoundingSchedule]:
+    """How the trainer rounds (what is documented, or what an emulation was told) and how the engine does, in the terms of this
+    model: without QK-norms nothing is said of them."""
+    own = trainer.detail if trainer.kind == "emulated" else trainer.kind + PROFILE_MODES[trainer.detail]
+    first, second = (resolve_target(target).schedule for target in (own, to))
+    if not find_decoders(stack.model)[0].has_qk_norm:
+        first, second = (dataclasses.replace(s, norm=dataclasses.replace(s.norm, qk=None)) for s in (first, second))
+    return first, second
+
+
+def _first(rollouts: Sequence[Rollout], tokens: int) -> list[Rollout]:
+    """Of `rollouts` the first with about `tokens` tokens, but enough sequences for an error."""
+    chosen: list[Rollout] = []
+    found = 0
+    for rollout in rollouts:
+        if found >= tokens and len(chosen) >= MIN_SEQUENCES:
+            break
+        chosen.append(rollout)
+        found += len(rollout.completion_ids)
+    return chosen
+
+
+def _sample(engine: Stack, model: Path, wanted: int, seed: int, stage: Stage) -> tuple[list[Rollout], str]:
+    """About `wanted` tokens or more of the engine's own, and in words what they are."""
+    prompts, source = prompt_ids(model, engine.vocab_size)
+    length = min(MAX_COMPLETION, -(-wanted // len(prompts)))
+    rollouts: list[Rollout] = []
+    found = 0
+    while found < wanted:
+        batch = prompts[: -(-(wanted - found) // length)]
+        with stage(f"sampling from {engine.name}", len(batch)) as progress:
+            sampled = engine.sample(batch, max_tokens=length, seed=seed + len(rollouts), progress=progress)
+        rollouts += sampled
+        found += sum(len(rollout.completion_ids) for rollout in sampled)
+    return rollouts, f"sampled at temperature 1 from {source}"
 
 
 def _variance(estimate: Estimate) -> dict[str, float]:

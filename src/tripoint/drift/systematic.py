@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tripoint.align import align
+from tripoint.align.model import Alignment
 from tripoint.drift.attribution import Attribution, Moved, attribute, differing, name, subsets
 from tripoint.drift.dither import Dithering, How, Replicates, seeds
 from tripoint.drift.estimate import Estimate, Systematic, systematic
@@ -24,9 +25,10 @@ from tripoint.stacks import Progress, Stack
 from tripoint.stacks.emulated import EmulatedStack
 from tripoint.stacks.hf import HFStack
 
-MIN_REPLICATES, MAX_REPLICATES = 4, 64
+MIN_REPLICATES, MAX_REPLICATES = 4, 32
 QUICK_SECONDS, FULL_SECONDS = 240.0, 720.0
-CONTROLS_AGREE = 3.0  # standard errors
+CONTROLS_AGREE = 3.0  # standard errors within which zero is
+CONTROLS_TELL = 2.0  # standard errors from which on a difference that must be seen is
 
 # Far from every trainer's: no stack is known to round like this.
 ODD = RoundingSchedule.parse("R4 S5 N6 qk=none")
@@ -55,7 +57,7 @@ class Controls:
                 f"the trainer against itself gives {self.zero.value:.2g} ± {self.zero.stderr:.1g} nats², which is not zero: "
                 "its dithers are not exchangeable"
             )
-        if self.positive.value < CONTROLS_AGREE * self.positive.stderr:
+        if self.positive.value < CONTROLS_TELL * self.positive.stderr:
             return (
                 f"a deliberately different schedule gives {self.positive.value:.2g} ± {self.positive.stderr:.1g} nats², not "
                 "told from zero: the measurement is too coarse, so give it more replicates or tokens"
@@ -196,11 +198,11 @@ def measure_systematic(
 
 
 @contextmanager
-def aligned(trainer: HFStack, schedule: RoundingSchedule) -> Iterator[None]:
-    """`trainer` rounding by `schedule` inside, and as before afterwards."""
-    record = align(trainer.model, to=schedule)
+def aligned(trainer: HFStack, to: str | RoundingSchedule) -> Iterator[Alignment]:
+    """`trainer` aligned to `to` inside, and as before afterwards."""
+    record = align(trainer.model, to=to)
     try:
-        yield
+        yield record
     finally:
         if isinstance(trainer, EmulatedStack):
             align(trainer.model, to=trainer.alignment.schedule)

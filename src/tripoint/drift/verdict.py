@@ -1,14 +1,20 @@
-"""What the raw mismatch before and after alignment means, in words chosen by the measured numbers and their errors."""
+"""What a measurement means, in words chosen by the numbers and their errors: `headline` for all of it, `verdict` for the raw
+mismatch before and after alignment."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
 
+from tripoint.drift.estimate import Estimate
 from tripoint.drift.mismatch import Change, Measured, change, plus_minus
+from tripoint.drift.plan import plan
+from tripoint.drift.result import DriftResult
 
 SIGMAS = 3
-"""A change of the mean |dlogp| counts as one when it is more than this many standard errors from zero."""
+"""Something counts as there, or as changed, when it is more than this many standard errors from zero."""
+MOST_TOKENS = 5000
+"""Of the built-in text, in a measurement that is proposed."""
 
 
 class Outcome(Enum):
@@ -99,3 +105,90 @@ def _moved(outcome: Outcome, before: Measured, after: Measured, then: str) -> st
     if _significant(rms) and _significant(moved["mean_abs"]) and rms.value * moved["mean_abs"].value < 0:
         text += " The rms, ruled by a few large differences, moved the other way."
     return text
+
+
+def headline(result: DriftResult) -> str:
+    """How large, how much of it systematic, from which operation, what to do, and how sure, in a few sentences."""
+    found = result.systematic
+    if found.controls.problem:
+        return f"This measurement does not say anything yet: {found.controls.problem}."
+    sentences = []
+    if result.findings:
+        worst = result.findings[0]
+        sentences.append(
+            f"The mismatch is not only rounding. First of all {worst.setting} ({worst.cause}, {worst.nats:.2g} nats); what "
+            "rounding does can be judged after that."
+        )
+    if found.bound_only:
+        sentences.append(_single_sample(result))
+    elif _there(found.total):
+        sentences += _systematic(result)
+    else:
+        ahead = plan(found, most_tokens=MOST_TOKENS, stderr=found.total.stderr / 2)
+        sentences.append(
+            f"No systematic drift is told from zero: it is below {_root(found.total.high):.2g} nats rms (95 %), next to noise "
+            f"of {found.noise_rms['trainer']:.2g} (trainer) and {found.noise_rms['engine']:.2g} (engine), which averages out: "
+            f"nothing to align for. For about half the error: --tokens {ahead.tokens} --replicates {ahead.replicates}."
+        )
+    return " ".join(sentences)
+
+
+def systematic_share(result: DriftResult) -> float:
+    """The systematic variance as a share of all that a single pass of both stacks shows on the neutral tokens."""
+    total = max(result.systematic.total.value, 0.0)
+    return total / (total + sum(noise**2 for noise in result.systematic.noise_rms.values()))
+
+
+def _systematic(result: DriftResult) -> list[str]:
+    found = result.systematic
+    low, high = _root(found.total.low), _root(found.total.high)
+    sentences = [
+        f"{found.total.rms:.2g} nats rms (95 %: {low:.2g} to {high:.2g}) do not average out: {systematic_share(result):.0%} of "
+        "the variance between the stacks is systematic, the rest is rounding noise."
+    ]
+    if found.attribution and found.removed and _there(found.removed):
+        largest = max(found.attribution.sites, key=lambda site: site.shapley.value)
+        sentences.append(
+            f"The largest part of what alignment removes is due to {largest.op} ({largest.before} against {largest.after}, "
+            f"{largest.share.value:.0%} ± {largest.share.stderr:.0%})."
+        )
+    if found.aligned is None or found.removed is None or result.aligned is None:
+        return [*sentences, "Give --to, the target for the trainer, to see what of it alignment removes."]
+    target, left = result.aligned.alignment.target.name, found.aligned
+    if not _there(left):
+        sentences.append(f"Align the trainer to {target}: then none is told from zero (below {_root(left.high):.2g} nats rms).")
+    elif _there(found.removed):
+        sentences.append(
+            f"Align the trainer to {target}: that removes {found.removed.value / found.total.value:.0%} of the systematic "
+            f"variance; {left.rms:.2g} nats rms remain, which none of the three operations explains."
+        )
+    elif found.removed.value < -SIGMAS * found.removed.stderr:
+        sentences.append(f"Aligned to {target} it is larger: the engine does not round like that; ask it (fingerprint).")
+    else:
+        sentences.append(f"Alignment to {target} does not measurably change it: look at attention, GEMMs and the lm_head.")
+    return sentences
+
+
+def _single_sample(result: DriftResult) -> str:
+    found = result.systematic
+    text = (
+        "The engine is a single sample of its roundings and its own noise cannot be taken off, so that the systematic part is "
+        f"known only to be below {_root(found.total.high):.2g} nats rms."
+    )
+    if found.removed is None or result.aligned is None:
+        return f"{text} Give --to to compare schedules of the trainer, which needs no such knowledge."
+    difference = plus_minus(found.removed.value, found.removed.stderr)
+    target = result.aligned.alignment.target.name
+    if _there(found.removed):
+        return f"{text} Aligned to {target} the trainer is nearer to it by {difference} nats²: align it."
+    if found.removed.value < -SIGMAS * found.removed.stderr:
+        return f"{text} Aligned to {target} the trainer is farther from it, by {difference} nats²: that is not how it rounds."
+    return f"{text} Aligned to {target} the trainer is neither nearer nor farther ({difference} nats²)."
+
+
+def _there(estimate: Estimate) -> bool:
+    return estimate.value > SIGMAS * estimate.stderr
+
+
+def _root(variance: float) -> float:
+    return max(variance, 0.0) ** 0.5

@@ -1,0 +1,99 @@
+"""`measure_drift` end to end on a tiny model: the JSON of the documentation, and what is withheld when."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tiny import tiny
+from tripoint.drift.result import DriftResult, measure_drift
+from tripoint.errors import UsageError
+from tripoint.stacks import open_stack
+
+KEYS = [
+    "tokens",
+    "sequences",
+    "replicates",
+    "mismatch",
+    "noise_rms",
+    "expected_k3_from_noise",
+    "systematic",
+    "attribution",
+    "interaction",
+    "unexplained",
+    "control",
+    "findings",
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory: Path = tmp_path_factory.mktemp("model")
+    tiny("llama", tie_word_embeddings=True, max_position_embeddings=128).save_pretrained(directory)
+    return directory
+
+
+def measured(model: Path, engine: str, **options: object) -> DriftResult:
+    return measure_drift(str(model), engine, tokens=800, replicates=6, **options)  # type: ignore[arg-type]
+
+
+def test_the_json_is_the_documented_one(model: Path) -> None:
+    result = measured(model, "emulated:R3 S3 N3", to="R3 S3 N3")
+    out = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    assert list(out) == KEYS
+    assert result.withheld is None
+    assert [row["site"] for row in out["attribution"]] == ["rope", "swiglu", "norm"]
+    assert [(row["from"], row["to"]) for row in out["attribution"]] == [("R1", "R3"), ("S1", "S3"), ("N1", "N3")]
+    assert set(out["systematic"]) == {"variance", "stderr", "rms", "p_value"}
+    assert out["systematic"]["p_value"] < 0.01
+    assert abs(out["unexplained"]["variance"]) < 3 * out["unexplained"]["stderr"]
+    assert abs(out["control"]["variance"]) < 3 * out["control"]["stderr"]
+    assert set(out["noise_rms"]) == {"trainer", "engine"}
+    # A dither moves the input as well, which in so shallow a model is much of its noise.
+    assert out["expected_k3_from_noise"] / 4 < out["mismatch"]["k3"] < out["expected_k3_from_noise"]
+    assert out["findings"] == []
+
+
+def test_quick_attributes_nothing_and_says_why(model: Path) -> None:
+    quick = measured(model, "emulated:R3 S3 N3", to="R3 S3 N3", quick=True)
+    assert "quick" in str(quick.withheld)
+    assert quick.systematic.aligned is not None
+
+
+def test_recorded_rollouts_give_a_bound_and_a_finding_withholds(model: Path, tmp_path: Path) -> None:
+    with open_stack("emulated:R3 S3 N3", model) as engine:
+        prompts = [[3 + i, 4, 5] for i in range(24)]
+        rollouts = engine.sample(prompts, max_tokens=40, seed=0)
+    file = tmp_path / "run.jsonl"
+
+    def write(late: int) -> None:
+        rows = [
+            {
+                "prompt_ids": r.prompt_ids,
+                "completion_ids": r.completion_ids,
+                "logprobs": [*(r.logprobs or ())[-late:], *(r.logprobs or ())[:-late]] if late else r.logprobs,
+            }
+            for r in rollouts
+        ]
+        file.write_text("\n".join(map(json.dumps, rows)))
+
+    write(0)
+    result = measured(model, f"rollouts:{file}", to="R3 S3 N3")
+    assert result.systematic.bound_only
+    assert result.systematic.attribution is not None
+    assert result.to_json()["noise_rms"]["engine"] is None
+    unknown = measured(model, f"rollouts:{file}")
+    assert "not known" in str(unknown.withheld)
+    assert unknown.to_json()["unexplained"] is None
+    write(1)
+    shifted = measured(model, f"rollouts:{file}", to="R3 S3 N3")
+    assert [finding.cause for finding in shifted.findings] == ["shifted"]
+    assert shifted.systematic.attribution is None
+    assert "shifted" in str(shifted.withheld)
+
+
+def test_a_trainer_that_cannot_be_aligned_is_refused(model: Path) -> None:
+    with pytest.raises(UsageError, match="cannot be aligned"):
+        measured(model, "hf", trainer="vllm")
