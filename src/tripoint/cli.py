@@ -203,6 +203,40 @@ def diff(left: Side, right: Side, as_json: AsJson = False) -> None:
     raise typer.Exit(1 if found["distance"] else 0)
 
 
+@app.command()
+def train(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.toml", help="What to train, on what, how: see docs/train.md.")],
+    arm: Annotated[str | None, typer.Option(metavar="ARM", help="Instead of the file's.")] = None,
+    seed: Annotated[int | None, typer.Option(metavar="N", help="Instead of the file's.")] = None,
+    workers: Annotated[int, typer.Option(min=1, metavar="N", help="How many runs at a time, where there are several.")] = 1,
+    ray: Annotated[str | None, typer.Option(metavar="ADDRESS", help="Make the runs on this Ray cluster.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything that needs no weights, engine or GPU.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Make or resume GRPO runs with one arm of the comparison each. Exits with 3 if a run failed."""
+    from tripoint.rl.config import read_config
+    from tripoint.rl.records import RunDirectory
+    from tripoint.rl.runs import plan_all, train_all, train_one
+    from tripoint.rl.summary import summarise, summary_table
+
+    configs = read_config(config, arm, seed)
+    if dry_run:
+        for lines in plan_all(configs):
+            print("\n".join(lines), end="\n\n")
+        return
+    complete = configs
+    if len(configs) == 1 and ray is None:
+        train_one(configs[0])
+    else:
+        complete = []
+        for run, reason in train_all(configs, config, workers, ray):
+            _say(f"{run.name}: {f'failed: {reason}' if reason else 'complete'}")
+            complete += [] if reason else [run]
+    summaries = [summarise(run, RunDirectory(run.directory, run).steps()) for run in complete]
+    print(json.dumps(summaries, indent=2) if as_json else summary_table(summaries))
+    raise typer.Exit(3 if len(complete) < len(configs) else 0)
+
+
 def _measured_or_named(side: str) -> Target:
     """A target as it is, a stack by its fingerprint."""
     from tripoint.profiles import Target, resolve_target
@@ -227,7 +261,7 @@ def _fingerprint(stack: str, like: str | None, full_shape: bool, in_place: bool)
         raise UsageError(f"stack `{stack}` is a recording and answers nothing: fingerprint the engine that wrote it")
     if like is None and (full_shape or in_place):
         raise UsageError(f"{'--full-shape' if full_shape else '--in-place'} needs --like MODEL, the model whose shape is meant")
-    model = None if like is None else resolve_model(like)
+    model = None if like is None else resolve_model(like, weights=in_place)
     if in_place:
         if name.kind == "http":
             raise UsageError(

@@ -93,7 +93,8 @@ def open_stack(
         case "emulated":
             from tripoint.stacks.emulated import EmulatedStack
 
-            return EmulatedStack(model, target=stack.detail, device=device)
+            dtype = (options or EngineOptions()).dtype
+            return EmulatedStack(model, target=stack.detail, device=device, dtype=dtype)
         case "vllm":
             from tripoint.stacks.vllm import VllmStack
 

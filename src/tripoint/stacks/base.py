@@ -47,17 +47,19 @@ class Rollout:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine is started. Trainer stacks have no such settings and ignore it.
+    """How an engine is started. Trainer stacks have no such settings and ignore all but `dtype`.
 
     `max_model_len`: longest prompt + completion in tokens; None for the model's own limit, at most 4096.
     `max_num_seqs`: how many sequences run at a time. `tensor_parallel_size`: over how many devices the weights are split.
     `gpu_memory_utilization`: the engine's share of the GPU's memory (the rest is the trainer's); without effect on a CPU.
+    `dtype`: what `vllm` and `emulated:TARGET` hold weights and compute in, bfloat16 or float16.
     """
 
     max_model_len: int | None = None
     max_num_seqs: int = 64
     tensor_parallel_size: int = 1
     gpu_memory_utilization: float = 0.45
+    dtype: str = "bfloat16"
 
 
 class Stack(ABC):

@@ -12,9 +12,9 @@ from tripoint.stacks.hf import HFStack
 class EmulatedStack(HFStack):
     """`hf` with its model aligned to `target`. `alignment` is the record of what was changed."""
 
-    def __init__(self, model: Path, *, target: str, device: str | None = None) -> None:
+    def __init__(self, model: Path, *, target: str, device: str | None = None, dtype: str = "bfloat16") -> None:
         """As `HFStack`. Raises UsageError for a target that does not parse or a model that cannot be aligned."""
-        super().__init__(model, device=device)
+        super().__init__(model, device=device, dtype=dtype)
         self.name = f"emulated:{target}"
         self.alignment = align(self.model, to=target)
 

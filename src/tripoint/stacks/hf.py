@@ -38,17 +38,18 @@ class HFStack(Stack):
 
     model: transformers.PreTrainedModel
 
-    def __init__(self, model: Path, *, mode: str = "", device: str | None = None) -> None:
-        """Load the checkpoint in directory `model`. `mode` is "", "compile" or "autocast".
+    def __init__(self, model: Path, *, mode: str = "", device: str | None = None, dtype: str = "bfloat16") -> None:
+        """Load the checkpoint in directory `model`. `mode` is "", "compile" or "autocast"; without it weights are held in `dtype`.
 
         Raises UsageError if transformers cannot load it.
         """
         self.name = f"hf:{mode}" if mode else "hf"
         self.mode = mode
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        dtype = torch.float32 if mode == "autocast" else torch.bfloat16
         try:
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
+            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+                model, dtype="float32" if mode == "autocast" else dtype
+            )
         except (OSError, ValueError, KeyError, RuntimeError) as error:
             reason = str(error).strip().splitlines()[0]
             raise UsageError(f"transformers cannot load the checkpoint in `{model}`: {reason}") from error
@@ -120,7 +121,9 @@ class HFStack(Stack):
             "batch": "sequences of equal length, no padding, no mask",
             "compile": self.mode == "compile",
             "device": _device_name(self.device),
-            "dtype": "float32 under bfloat16 autocast" if self.mode == "autocast" else "bfloat16",
+            "dtype": "float32 under bfloat16 autocast"
+            if self.mode == "autocast"
+            else str(self.model.dtype).removeprefix("torch."),
             "attention": self.model.config._attn_implementation,
             "threads": torch.get_num_threads(),
         }

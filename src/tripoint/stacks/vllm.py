@@ -60,6 +60,7 @@ class VllmStack(Stack):
         self._end_tokens = list(end_tokens(model))
         self._shapes = _checkpoint_shapes(model)
         self._tied = bool(config.get("tie_word_embeddings"))
+        self._dtype = getattr(torch, options.dtype)
         if self._tied:
             self._shapes.pop("lm_head.weight", None)  # some checkpoints hold it all the same
         # One token more than anybody may use: scoring a full-length sequence still has to generate a token.
@@ -69,7 +70,7 @@ class VllmStack(Stack):
             self._launch()
             arguments = {
                 "model": str(model),
-                "dtype": "bfloat16",
+                "dtype": options.dtype,
                 "enforce_eager": eager,
                 "max_model_len": self.max_tokens + 1,
                 "max_num_seqs": options.max_num_seqs,
@@ -128,7 +129,7 @@ class VllmStack(Stack):
             if self._shapes[name] != tuple(tensor.shape):
                 shapes = f"{tuple(tensor.shape)}, the model's {self._shapes[name]}"
                 raise MeasurementError(f"stack `{self.name}`: weight `{name}` is {shapes}")
-            tensors[name] = tensor.detach().to("cpu", torch.bfloat16).contiguous()
+            tensors[name] = tensor.detach().to("cpu", self._dtype).contiguous()
         if missing := self._shapes.keys() - tensors.keys():
             raise MeasurementError(f"stack `{self.name}`: {len(missing)} weights were not given, such as `{min(missing)}`")
         with tempfile.TemporaryDirectory(prefix="tripoint-") as directory:

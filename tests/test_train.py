@@ -1,0 +1,328 @@
+"""GRPO runs on a tiny model with an emulated engine: what the arms do, what is recorded, noticed, and survives a kill."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pyarrow.parquet as pq
+import pytest
+import tomli_w
+import torch
+
+from tripoint.cli import main
+from tripoint.errors import MeasurementError
+from tripoint.rl import families
+from tripoint.rl.config import TrainConfig
+from tripoint.rl.records import RunDirectory
+from tripoint.rl.runs import train_one
+from tripoint.rl.sync import WeightSync
+from tripoint.stacks.emulated import EmulatedStack
+from tripoint.stacks.rollouts import read_rollouts
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+ENGINE = "R3 S3 N3"
+
+
+def settings(out: Path, **changes: Any) -> dict[str, Any]:
+    return {
+        "model": "tiny:qwen2",
+        "task": "sort",
+        "engine": f"emulated:{ENGINE}",
+        "out": str(out),
+        "steps": 2,
+        "prompts": 4,
+        "generations": 4,
+        "max_completion": 8,
+        "lr": 1e-4,
+        "checkpoint_every": 2,
+    } | changes
+
+
+def run(out: Path, **changes: Any) -> list[dict[str, Any]]:
+    """The records of a run made in this process."""
+    config = TrainConfig(**settings(out, **changes))
+    train_one(config)
+    return RunDirectory(config.directory, config).steps()
+
+
+@pytest.fixture(scope="module")
+def model() -> Path:
+    return families.tiny_model("qwen2", "sort")
+
+
+# -- arms -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_run_records_every_step_whole(tmp_path: Path) -> None:
+    steps = run(tmp_path, arm="none", watch_every=2)
+    assert [step["step"] for step in steps] == [1, 2]
+    measured = {name for name, value in steps[0].items() if value is not None}
+    assert {"reward", "entropy", "grad_norm", "length", "k1", "k3", "ess", "max_ratio", "weights", "seconds"} <= measured
+    assert steps[0]["weights"] != steps[1]["weights"]
+
+    about = RunDirectory(tmp_path / "none-seed0", TrainConfig(**settings(tmp_path, watch_every=2))).about
+    assert about["fingerprints"]["engine"]["code"] == ENGINE
+    assert about["fingerprints"]["trainer"]["code"] == "R1 S1 N1"
+    assert about["target"] == ENGINE
+    assert set(about["sessions"][0]["versions"]) >= {"torch", "transformers", "trl"}
+
+    # The engine's own samples, as `tripoint drift --engine rollouts:FILE` reads them.
+    rollouts = list(read_rollouts(tmp_path / "none-seed0" / "rollouts" / "000001.parquet", vocab_size=33))
+    assert len(rollouts) == 16
+    assert sum(len(rollout.completion_ids) for rollout in rollouts) == steps[0]["tokens"]
+    # The stock trainer differs from the engine, and at the second step it was measured how.
+    assert steps[0]["k3"] > 1e-7
+    assert steps[0]["systematic_rms"] is None
+    assert steps[1]["systematic_variance"] > steps[1]["systematic_stderr"] > 0
+    assert steps[1]["gradient_bias"] > 0
+
+
+@pytest.mark.parametrize("weights", ["fp32-masters", "bf16"])
+def test_an_aligned_trainer_rounds_like_the_engine(tmp_path: Path, weights: str) -> None:
+    """TRL's head and FP32 masters included: what is left is the last bits of FP32 log-softmaxes."""
+    steps = run(tmp_path, arm="all", weights=weights, lr=1e-3)
+    assert all(step["k3"] < 1e-10 for step in steps)
+    assert steps[0]["weights"] != steps[1]["weights"]
+
+
+def test_padding_neither_moves_positions_nor_changes_bits(tmp_path: Path) -> None:
+    """Prompts of different lengths, which TRL pads on the left."""
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text("".join(f'{{"prompt": "{"abcdef"[:n]}>", "answer": "{"abcdef"[:n]}"}}\n' for n in (2, 6, 3, 5, 4)))
+    config = TrainConfig(
+        **settings(tmp_path, arm="all", task=f"file:{problems}", model=str(families.tiny_model("qwen2", "sort")))
+    )
+    train_one(config)
+    for step in RunDirectory(config.directory, config).steps():
+        assert step["k3"] < 1e-6
+
+
+def test_the_full_stack_arm_matches_bit_for_bit(tmp_path: Path) -> None:
+    for step in run(tmp_path, arm="bitwise"):
+        assert step["max_abs"] == 0.0
+
+
+def test_a_full_stack_arm_that_does_not_match_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tripoint.rl.grpo.make_exact", lambda model: None)  # the engine keeps its own kernels
+    with pytest.raises(MeasurementError, match="step 1: arm='bitwise' must match the engine bit for bit"):
+        run(tmp_path, arm="bitwise")
+
+
+def test_fp16_scales_the_loss_and_counts_overflows(tmp_path: Path) -> None:
+    steps = run(tmp_path, arm="fp16", steps=4)
+    # GradScaler begins at 2^16, which is too much for the first gradients of some models, and halves it when it was.
+    assert steps[-1]["loss_scale"] == 2.0 ** (16 - steps[-1]["overflows"])
+    assert [step["overflows"] for step in steps] == sorted(step["overflows"] for step in steps)
+    assert steps[-1]["overflows"] < 4
+    assert len({step["weights"] for step in steps}) == 1 + sum(
+        after["overflows"] == before["overflows"] for before, after in zip([{"overflows": 0}, *steps], steps[:-1], strict=False)
+    )
+
+
+def test_an_fp32_trainer_differs_from_the_engine_by_the_engines_roundings(tmp_path: Path) -> None:
+    assert all(step["k3"] > 1e-7 for step in run(tmp_path, arm="fp32-trainer"))
+
+
+def test_corrections_are_trls(tmp_path: Path) -> None:
+    """Ratios near 1, truncated at 0.5, halve every token's gradient."""
+    plain = run(tmp_path / "plain", steps=1)
+    halved = run(tmp_path / "halved", steps=1, arm="tis", grpo={"vllm_importance_sampling_clip_max": 0.5})
+    masked = run(tmp_path / "masked", steps=1, arm="mis", grpo={"vllm_importance_sampling_clip_max": 0.5})
+    assert halved[0]["reward"] == plain[0]["reward"]
+    assert halved[0]["grad_norm"] == pytest.approx(plain[0]["grad_norm"] / 2, rel=1e-2)
+    assert masked[0]["grad_norm"] == 0.0
+
+
+def test_a_fixed_baseline_replaces_the_groups(tmp_path: Path) -> None:
+    """With baseline 1 and the mean over all tokens as loss, only failures count, each token the same."""
+    [step] = run(tmp_path, steps=1, baseline=1.0)
+    rollouts = pq.read_table(tmp_path / "none-seed0" / "rollouts" / "000001.parquet").to_pydict()
+    lengths = [len(ids) for ids in rollouts["completion_ids"]]
+    weighted = sum(length * (1 - reward) for length, reward in zip(lengths, rollouts["reward"], strict=True))
+    assert step["loss"] == pytest.approx(weighted / sum(lengths), rel=1e-3)
+
+
+# -- weight sync ------------------------------------------------------------------------------------------------------
+
+
+def test_the_run_notices_a_single_skipped_sync(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def load_weights(self: EmulatedStack, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        calls.append(None)
+        if len(calls) != 3:
+            real(self, weights)
+
+    real = EmulatedStack.load_weights
+    monkeypatch.setattr(EmulatedStack, "load_weights", load_weights)
+    with pytest.raises(MeasurementError, match="step 3: the weights did not reach engine"):
+        run(tmp_path, steps=4, arm="all")
+    config = TrainConfig(**settings(tmp_path, steps=4, arm="all"))
+    assert [step["step"] for step in RunDirectory(config.directory, config).steps()] == [1, 2]
+
+
+class Sync:
+    """A WeightSync of an emulated engine, with weights to push and a way to lose or spoil them."""
+
+    def __init__(self, model: Path) -> None:
+        self.engine = EmulatedStack(model, target=ENGINE)
+        self.weights = {name: weight.clone() for name, weight in self.engine.weights()}
+        self.sync = WeightSync(self.engine, self.weights.items(), [[17, 18, 16], [19, 17, 16]], 6, torch.bfloat16)
+
+    def push(self) -> None:
+        self.sync.push(self.weights.items())
+
+
+@pytest.fixture
+def sync(model: Path) -> Sync:
+    return Sync(model)
+
+
+def test_an_engine_that_never_takes_weights_is_noticed(sync: Sync, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sync.engine, "load_weights", lambda weights: None)
+    sync.push()  # the weights it holds: nothing to be noticed
+    sync.weights["model.layers.0.mlp.up_proj.weight"] *= 1.01
+    with pytest.raises(MeasurementError, match="did not reach engine"):
+        sync.push()
+
+
+def test_an_engine_that_is_one_sync_late_is_noticed(sync: Sync, monkeypatch: pytest.MonkeyPatch) -> None:
+    late = [{name: weight.clone() for name, weight in sync.weights.items()}]
+    real = sync.engine.load_weights
+
+    def load_weights(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        late.append({name: weight.clone() for name, weight in weights})
+        real(late[-2].items())
+
+    monkeypatch.setattr(sync.engine, "load_weights", load_weights)
+    sync.weights["model.layers.0.mlp.up_proj.weight"] *= 1.01
+    with pytest.raises(MeasurementError, match="did not reach engine"):
+        sync.push()
+
+
+def test_a_sync_that_spoils_weights_is_noticed(sync: Sync, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = sync.engine.load_weights
+    monkeypatch.setattr(
+        sync.engine, "load_weights", lambda weights: real((n, w * (0.5 if n == "lm_head.weight" else 1)) for n, w in weights)
+    )
+    with pytest.raises(MeasurementError, match="answers otherwise after it was given the very weights it held"):
+        sync.push()
+
+
+def test_an_update_that_no_answer_depends_on_is_no_skipped_sync(sync: Sync) -> None:
+    used = {token for rollout in sync.sync._probe for token in (*rollout.prompt_ids, *rollout.completion_ids)}
+    unused = next(token for token in range(sync.engine.vocab_size) if token not in used)
+    before = sync.sync.digest
+    sync.weights["model.embed_tokens.weight"][unused] += 1
+    sync.push()
+    assert sync.sync.digest != before
+
+
+def test_weights_that_round_to_the_same_need_no_change(sync: Sync) -> None:
+    before = sync.sync.digest
+    sync.weights = {name: weight.float() * (1 + 2.0**-12) for name, weight in sync.weights.items()}
+    sync.push()
+    assert sync.sync.digest == before
+
+
+# -- a killed run -----------------------------------------------------------------------------------------------------
+
+
+def command(config: Path) -> list[str]:
+    return [sys.executable, "-c", "from tripoint.cli import main; main()", "train", str(config)]
+
+
+def write(directory: Path, **changes: Any) -> Path:
+    path = directory / "run.toml"
+    path.write_text(tomli_w.dumps(settings(directory / "out", **changes)))
+    return path
+
+
+WITHOUT_CLOCK = ("seconds", "rollout_seconds")
+
+
+def what_happened(steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{name: value for name, value in step.items() if name not in WITHOUT_CLOCK} for step in steps]
+
+
+def test_a_killed_run_resumes_and_records_every_step_once_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    changes = {"steps": 7, "checkpoint_every": 2, "arm": "all"}
+    path = write(tmp_path, **changes)
+    directory = tmp_path / "out" / "all-seed0"
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen(command(path), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    deadline = time.monotonic() + 120
+    while not (directory / "steps" / "000005.parquet").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+    train_one(TrainConfig(**settings(tmp_path / "out", **changes)))
+    config = TrainConfig(**settings(tmp_path / "out", **changes))
+    records = RunDirectory(directory, config)
+    assert records.about["sessions"][1]["resumed_from"] in ("checkpoint-4", "checkpoint-6")
+    assert [step["step"] for step in records.steps()] == list(range(1, 8))
+    uninterrupted = run(tmp_path / "other", **changes)
+    assert what_happened(records.steps()) == what_happened(uninterrupted)
+
+
+def test_a_complete_run_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = run(tmp_path)
+    monkeypatch.setattr("tripoint.rl.grpo.open_stack", None)
+    assert run(tmp_path) == first
+
+
+# -- several runs -----------------------------------------------------------------------------------------------------
+
+
+def test_a_failed_run_does_not_lose_the_others(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, arm=["none", "rope"], steps=1)
+    (tmp_path / "out" / "none-seed0").mkdir(parents=True)
+    (tmp_path / "out" / "none-seed0" / "thesis.tex").touch()  # which makes a run refuse to begin
+    with pytest.raises(SystemExit) as end:
+        main(["train", str(path)])
+    assert end.value.code == 3
+    told = capsys.readouterr()
+    assert "none-seed0: failed: exit code 2" in told.err
+    assert "holds something else than a run" in told.err
+    assert "rope-seed0: complete" in told.err
+    assert "rope-seed0" in told.out
+
+
+def test_without_ray_an_address_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(SystemExit) as end:
+        main(["train", str(write(tmp_path)), "--ray", "auto"])
+    assert end.value.code == 2
+    assert "--ray needs Ray" in capsys.readouterr().err
+
+
+# -- families ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", families.FAMILIES)
+def test_every_family_can_be_planned(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        main(["train", str(write(tmp_path, model=f"tiny:{family}", arm="all")), "--dry-run"])
+    assert end.value.code == 0
+    assert f"trainer    {ENGINE}" in capsys.readouterr().out
+
+
+def test_a_family_is_warmed_up_until_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(families, "cache_dir", lambda: tmp_path)
+    monkeypatch.setattr(families, "WARM", 0.002)  # by chance: 16**-6
+    made = families.tiny_model("llama", "sort")
+    assert families.tiny_model("llama", "sort") == made
+    stamp = (made / "model.safetensors").stat().st_mtime_ns
+    assert families.tiny_model("llama", "sort") == made
+    assert (made / "model.safetensors").stat().st_mtime_ns == stamp
