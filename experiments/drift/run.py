@@ -98,7 +98,7 @@ def main(path: Path) -> None:
                 trainer,
                 dithering,
                 schedules,
-                full=True,
+                full=config.get("full", True),
                 replicates=config["replicates"],
                 seed=config["seed"],
                 stage=stage,
