@@ -87,6 +87,11 @@ def test_recorded_rollouts_give_a_bound_and_a_finding_withholds(model: Path, tmp
     unknown = measured(model, f"rollouts:{file}")
     assert "not known" in str(unknown.withheld)
     assert unknown.to_json()["unexplained"] is None
+    # A single sample, but differences between schedules on its tokens are paired.
+    above = {fit.candidate: fit.above_best for fit in unknown.systematic.fits}
+    assert above["R3 S3 N3 carry=layer"].value < 3 * above["R3 S3 N3 carry=layer"].stderr
+    assert above["R1 S1 N1"].value > 3 * above["R1 S1 N1"].stderr
+    assert not any("qk" in candidate for candidate in above)
     write(1)
     shifted = measured(model, f"rollouts:{file}", to="R3 S3 N3")
     assert [finding.cause for finding in shifted.findings] == ["shifted"]

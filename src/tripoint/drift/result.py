@@ -42,7 +42,7 @@ from tripoint.drift.systematic import (
 )
 from tripoint.errors import UsageError
 from tripoint.models import resolve_model
-from tripoint.profiles import resolve_target
+from tripoint.profiles import resolve_target, stacks
 from tripoint.schedule import RoundingSchedule
 from tripoint.stacks import Rollout, Stack, StackName, open_stack, parse_stack
 from tripoint.stacks.base import vocab_size
@@ -141,6 +141,10 @@ class DriftResult:
             "bound_only": result.bound_only,
             "positive_control": _variance(result.controls.positive),
             "problem": result.controls.problem,
+            "fits": [
+                {"schedule": fit.candidate, **_variance(fit.variance), "above_best": _variance(fit.above_best)}
+                for fit in result.fits
+            ],
             "by_permutation": _variance(result.ranged.permutation) if result.ranged else None,
             "wild_tokens": int(result.wild.sum()),
             "withheld": self.withheld,
@@ -265,6 +269,7 @@ def measure_drift(
             dithering,
             schedules,
             full=withheld is None,
+            candidates=_documented(stack) if schedules is None and not findings and not quick else (),
             replicates=replicates,
             budget=max((QUICK_SECONDS if quick else FULL_SECONDS) - (time.monotonic() - started), 1.0),
             seed=seed,
@@ -319,6 +324,21 @@ def _schedules(stack: HFStack, trainer: StackName, to: str) -> tuple[RoundingSch
     if not find_decoders(stack.model)[0].has_qk_norm:
         first, second = (dataclasses.replace(s, norm=dataclasses.replace(s.norm, qk=None)) for s in (first, second))
     return first, second
+
+
+def _documented(stack: HFStack) -> list[RoundingSchedule]:
+    """All schedules that are documented for some stack and that this model can be given, without what is said of QK-norms."""
+    found: dict[RoundingSchedule, None] = {}
+    with as_transformers(stack) as model:
+        for documented in stacks().values():
+            for profile in documented.profiles:
+                schedule = dataclasses.replace(profile.schedule, norm=dataclasses.replace(profile.schedule.norm, qk=None))
+                try:
+                    align(model, to=schedule).undo()
+                except UsageError:
+                    continue
+                found[schedule] = None
+    return list(found)
 
 
 def _first(rollouts: Sequence[Rollout], tokens: int) -> list[Rollout]:

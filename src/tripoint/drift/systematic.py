@@ -6,7 +6,7 @@ The engine may be a running stack, which is dithered like the trainer, or a reco
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from tripoint.align import align
 from tripoint.align.model import Alignment
-from tripoint.drift.attribution import Attribution, Moved, attribute, differing, name, subsets
+from tripoint.drift.attribution import Attribution, Fit, Moved, attribute, differing, fits, name, subsets
 from tripoint.drift.dither import Dithering, How, Replicates, seeds
 from tripoint.drift.estimate import Estimate, Systematic, systematic
 from tripoint.drift.expectation import steady
@@ -84,7 +84,8 @@ class SystematicDrift:
     """The result. `aligned`: the variance once the trainer rounds like the engine, None without a target.
 
     `bound_only`: the engine was a single sample, so that `total` and `aligned` include its noise and only bound the
-    systematic variance; their difference does not depend on that. `passes`: how often the tokens were scored, by the trainer
+    systematic variance; their difference does not depend on that. `fits`: the schedules that the trainer was scored under,
+    the one nearest to the engine first; empty unless several were. `passes`: how often the tokens were scored, by the trainer
     and by the engine.
     """
 
@@ -97,6 +98,7 @@ class SystematicDrift:
     aligned: Estimate | None
     removed: Estimate | None
     attribution: Attribution | None
+    fits: tuple[Fit, ...]
     ranged: Ranged | None
     controls: Controls
     bound_only: bool
@@ -112,6 +114,7 @@ def measure_systematic(
     schedules: tuple[RoundingSchedule, RoundingSchedule] | None,
     *,
     full: bool,
+    candidates: Sequence[RoundingSchedule] = (),
     replicates: int | None = None,
     budget: float | None = None,
     seed: int = 0,
@@ -120,7 +123,8 @@ def measure_systematic(
     """Measure the systematic drift between `engine` and `trainer` on the tokens of `dithering`.
 
     `schedules`: the trainer's and the engine's, None if the latter is not known. `full`: also attribute it to the
-    operations, and compare dithering with permutation. `replicates`: how many of each stack; by default as many as the time
+    operations, and compare dithering with permutation. `candidates`: schedules to be compared by how well they fit an engine of
+    which none is known. `replicates`: how many of each stack; by default as many as the time
     `budget` (seconds) allows, and that is `QUICK_SECONDS` or `FULL_SECONDS`. `engine` may be one recorded sample.
 
     The trainer ends as it was. Raises MeasurementError where the tokens are too few.
@@ -133,7 +137,7 @@ def measure_systematic(
     if replicates is None:
         budget = budget or (FULL_SECONDS if full else QUICK_SECONDS)
         # Two halves of the trainer, the odd schedule, every move, and both again when permuted.
-        weights = {"trainer": 3 + len(moves) + both_ways, "engine": (1 + both_ways) * (recorded is None)}
+        weights = {"trainer": 3 + len(moves) + len(candidates) + both_ways, "engine": (1 + both_ways) * (recorded is None)}
         per_replicate = weights["trainer"] * clock.probe("trainer", trainer, dithering)
         if recorded is None:
             per_replicate += weights["engine"] * clock.probe("engine", engine, dithering)  # type: ignore[arg-type]
@@ -157,6 +161,10 @@ def measure_systematic(
     for moved in moves:
         with aligned(trainer, schedules[0].moved(schedules[1], moved)):  # type: ignore[index]
             scores[name(moved)] = score(trainer, "trainer", f"trainer with {name(moved)} moved", replicates)
+    ranked = {str(schedules[0].moved(schedules[1], moved)): scores[name(moved)] for moved in moves} if schedules else {}
+    for candidate in candidates:
+        with aligned(trainer, candidate):
+            ranked[str(candidate)] = score(trainer, "trainer", f"trainer as {candidate}", replicates)
     with aligned(trainer, odd_schedule(trainer)):
         scores["odd"] = score(trainer, "trainer", "trainer, odd schedule", replicates)
 
@@ -174,6 +182,8 @@ def measure_systematic(
     if both_ways:
         permuted = systematic(scores["engine, permuted"], scores["trainer, permuted"], tokens=kept, seed=seed)
         ranged = Ranged(joint.combine({"nothing": 1.0}), permuted)
+    if schedules:
+        ranked[str(schedules[0])] = scores["trainer"]
     everything = name(whole) if whole else None
     return SystematicDrift(
         tokens=len(kept),
@@ -185,6 +195,7 @@ def measure_systematic(
         aligned=joint.combine({everything: 1.0}) if everything else None,
         removed=joint.combine({"nothing": 1.0, everything: -1.0}) if everything else None,
         attribution=attribution,
+        fits=tuple(fits(scores["engine"], ranked, kept, seed=seed)) if full or candidates else (),
         ranged=ranged,
         controls=Controls(
             systematic(halves[0], halves[1], tokens=kept, seed=seed),

@@ -48,6 +48,8 @@ def render(result: DriftResult, *, detailed: bool) -> RenderableType:
     parts: list[RenderableType] = [_header(result), _drift_table(result)]
     if result.findings:
         parts.append(_findings_table(result))
+    if result.systematic.fits and (detailed or result.aligned is None):
+        parts.append(_fits_table(result))
     if detailed:
         parts += [_mismatch_table(result), Text(LEGEND, style="dim")]
         if result.aligned is not None:
@@ -140,6 +142,17 @@ def _drift_table(result: DriftResult) -> Table:
         ("odd schedule", found.controls.positive, "must not"),
     ):
         table.add_row(f"control: trainer, {what}", *_cells(control), f"{must}; {_sigmas(control)}", style="dim")
+    return table
+
+
+def _fits_table(result: DriftResult) -> Table:
+    """Paired differences, which hold for an engine that is a single sample as well."""
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("how well the trainer fits as", "1e-4 nats²", "above the best", ""):
+        table.add_column(heading, justify="right" if "nats" in heading or "best" in heading else "left", no_wrap=True)
+    for place, fit in enumerate(result.systematic.fits):
+        told = "told apart" if fit.above_best.value > CONTROLS_AGREE * fit.above_best.stderr else "not told apart"
+        table.add_row(fit.candidate, _cells(fit.variance)[0], *((_cells(fit.above_best)[0], told) if place else ("", "best")))
     return table
 
 
