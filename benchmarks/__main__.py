@@ -1,6 +1,6 @@
 """The cost of alignment on this machine's CPU: each operation, whole training steps, and memory.
 
-    python -m benchmarks [--rounds 20] [--threads 2] [--no-compile] [--out benchmarks/results/NAME]
+    python -m benchmarks [--only operations|step|compiled] [--rounds 12] [--threads 2] [--out benchmarks/results/NAME]
 
 Unaligned is transformers as it is, aligned the same model or module under `R3 S3 N3 carry=layer`.
 """
@@ -26,10 +26,11 @@ from tripoint import ops
 from tripoint.models import resolve_model
 from tripoint.ops.backend import backend_for
 
+PARTS = ("operations", "step", "compiled")
 SCHEDULE = "R3 S3 N3 carry=layer"
 BATCH, TOKENS = 4, 512
 BF16 = torch.bfloat16
-Run = Callable[[], object]
+Run = Callable[[], Any]
 Model = Any  # a transformers causal language model, plain or compiled
 
 
@@ -37,49 +38,49 @@ def random(*shape: int) -> Tensor:
     return torch.randn(*shape).to(BF16)
 
 
-def operations(config: Any) -> Iterator[tuple[str, Run, Run]]:
+def operations(config: Any, batch: int = BATCH, tokens: int = TOKENS) -> Iterator[tuple[str, Run, Run]]:
     """Name, unaligned and aligned forward + backward of each operation at the model's sizes."""
     hidden, heads, kv_heads = config.hidden_size, config.num_attention_heads, config.num_key_value_heads
     head_dim = hidden // heads
 
-    query, key = (random(BATCH, TOKENS, n, head_dim).transpose(1, 2).requires_grad_() for n in (heads, kv_heads))
-    grads = [random(BATCH, n, TOKENS, head_dim) for n in (heads, kv_heads)]
-    angles = torch.outer(torch.arange(TOKENS), 1e4 ** (-torch.arange(0, head_dim, 2) / head_dim)).repeat(1, 2)[None]
+    query, key = (random(batch, tokens, n, head_dim).transpose(1, 2).requires_grad_() for n in (heads, kv_heads))
+    grads = [random(batch, n, tokens, head_dim) for n in (heads, kv_heads)]
+    angles = torch.outer(torch.arange(tokens), 1e4 ** (-torch.arange(0, head_dim, 2) / head_dim)).repeat(1, 2)[None]
     cos, sin = angles.cos(), angles.sin()
     rounded = cos.to(BF16), sin.to(BF16)
     rope = ("bf16", "fp32", "rne", BF16)
 
-    def rope_unaligned() -> object:
+    def rope_unaligned() -> Any:
         return torch.autograd.grad(apply_rotary_pos_emb(query, key, *rounded), (query, key), grads)
 
-    def rope_aligned() -> object:
+    def rope_aligned() -> Any:
         table = cos.unsqueeze(1), sin.unsqueeze(1)
         return torch.autograd.grad([ops.rope(x, *table, *rope) for x in (query, key)], (query, key), grads)
 
     yield "RoPE of queries and keys", rope_unaligned, rope_aligned
 
     mlp = LlamaMLP(config)  # type: ignore[no-untyped-call]
-    gate, up = (random(BATCH, TOKENS, config.intermediate_size).requires_grad_() for _ in range(2))
-    grad = random(BATCH, TOKENS, config.intermediate_size)
+    gate, up = (random(batch, tokens, config.intermediate_size).requires_grad_() for _ in range(2))
+    grad = random(batch, tokens, config.intermediate_size)
 
-    def swiglu_unaligned() -> object:
+    def swiglu_unaligned() -> Any:
         return torch.autograd.grad(mlp.act_fn(gate) * up, (gate, up), grad)
 
-    def swiglu_aligned() -> object:
+    def swiglu_aligned() -> Any:
         return torch.autograd.grad(ops.gated_act(gate, up, "silu", False, "fp32", "rne"), (gate, up), grad)
 
     yield "SwiGLU", swiglu_unaligned, swiglu_aligned
 
     norm = LlamaRMSNorm(hidden, config.rms_norm_eps).to(BF16)
-    x, residual = (random(BATCH, TOKENS, hidden).requires_grad_() for _ in range(2))
-    grad_out, grad_sum = random(BATCH, TOKENS, hidden), random(BATCH, TOKENS, hidden)
+    x, residual = (random(batch, tokens, hidden).requires_grad_() for _ in range(2))
+    grad_out, grad_sum = random(batch, tokens, hidden), random(batch, tokens, hidden)
     grad_carry = grad_sum.float()
 
-    def norm_unaligned() -> object:
+    def norm_unaligned() -> Any:
         total = residual + x
         return torch.autograd.grad((norm(total), total), (x, residual, norm.weight), (grad_out, grad_sum))
 
-    def norm_aligned() -> object:
+    def norm_aligned() -> Any:
         n3 = ("never", False, True, False, "rne", BF16)
         out, carry, _ = ops.add_rms_norm(x, residual, norm.weight, norm.variance_epsilon, *n3)
         return torch.autograd.grad((out, carry), (x, residual, norm.weight), (grad_out, grad_carry))
@@ -114,11 +115,11 @@ def measure_steps(
     record.add(count(f"peak memory{name}", peak_bytes(stock), peak_bytes(ours), at_most=goals[2]))
 
 
-def main() -> None:
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=20, help="timed rounds of a training step, at least 10")
+    parser.add_argument("--only", choices=PARTS, action="append", help="one part; can be given more than once")
+    parser.add_argument("--rounds", type=int, default=12, help="timed rounds of a training step, at least 10")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out, which takes minutes")
     parser.add_argument("--out", type=Path, help="where to record the run: NAME.json and NAME.md")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -135,25 +136,29 @@ def main() -> None:
             "schedule": SCHEDULE,
             "backend": backend_for(torch.device("cpu")).__name__,
         },
+        header=HEADER,
     )
     print(*HEADER, sep="\n")
     unaligned: Model = transformers.AutoModelForCausalLM.from_pretrained(resolve_model(), dtype=BF16)
     ids = torch.randint(unaligned.config.vocab_size, (BATCH, TOKENS))
 
-    for name, stock, ours in operations(unaligned.config):
-        record.add(compare(f"{name}, forward + backward", stock, ours, rounds=5 * options.rounds, at_most=0.5))
-
+    parts = options.only or PARTS
+    if "operations" in parts:
+        for name, stock, ours in operations(unaligned.config):
+            record.add(compare(f"{name}, forward + backward", stock, ours, rounds=5 * options.rounds, at_most=0.5))
     aligned = copy.deepcopy(unaligned)
     tripoint.align(aligned, to=SCHEDULE)
-    measure_steps(record, "", unaligned, aligned, ids, options.rounds, (1.0, 0.85, 1.0))
-    if not options.no_compile:
+    if "step" in parts:
+        measure_steps(record, "", unaligned, aligned, ids, options.rounds, (1.0, 0.85, 1.0))
+    if "compiled" in parts:
         # Both models run the code of the same classes, whose cache of compiled code must hold both.
         torch._dynamo.config.cache_size_limit = 64
         unaligned, aligned = torch.compile(unaligned), torch.compile(aligned)
         measure_steps(record, ", both compiled", unaligned, aligned, ids, options.rounds, (1.05, 1.0, 1.0))
     if options.out is not None:
         record.write(options.out)
+    return 0 if record.holds else 1
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -126,16 +126,26 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return peak
 
 
+class Row(Protocol):
+    """What a record holds: a dataclass that prints itself as a row of a table."""
+
+    @property
+    def holds(self) -> bool: ...
+
+    def row(self) -> str: ...
+
+
 @dataclass
 class Record:
-    """A run: where, with what, and what came out."""
+    """A run: where, with what, and what came out. `header` heads the table of `rows`."""
 
     title: str
     command: str
     settings: dict[str, Any]
+    header: tuple[str, ...]
     machine: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
-    comparisons: list[Comparison] = field(default_factory=list)
+    rows: list[Any] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.machine = {"processor": _processor(), "cores": os.cpu_count(), "load_at_start": os.getloadavg()[0]}
@@ -146,9 +156,13 @@ class Record:
                 continue
         self.versions["python"] = platform.python_version()
 
-    def add(self, comparison: Comparison) -> None:
-        self.comparisons.append(comparison)
-        print(comparison.row(), flush=True)
+    @property
+    def holds(self) -> bool:
+        return all(row.holds for row in self.rows)
+
+    def add(self, row: Row) -> None:
+        self.rows.append(row)
+        print(row.row(), flush=True)
 
     def write(self, path: Path) -> None:
         """`path`.json and `path`.md."""
@@ -158,7 +172,7 @@ class Record:
         lines = [f"# {self.title}", "", f"`{self.command}`", ""]
         for part in (self.settings, self.machine, self.versions):
             lines.append("- " + ", ".join(f"{key} {value}" for key, value in part.items()))
-        lines += ["", *HEADER, *(comparison.row() for comparison in self.comparisons)]
+        lines += ["", *self.header, *(row.row() for row in self.rows)]
         path.with_suffix(".md").write_text("\n".join(lines) + "\n")
 
 

@@ -6,8 +6,11 @@ lies between what the formula gives for slightly less and slightly more of the q
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
+from benchmarks import gpu
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -250,3 +253,15 @@ def test_empty_batches() -> None:
     assert out.shape == carry.shape == x.shape
     grads = triton.add_rms_norm_backward(x, x, x, x, weight, rstd, "never", False, True, "rne", BF16)
     assert torch.equal(grads[2], torch.zeros(64, dtype=BF16))
+
+
+def test_the_gpu_benchmark_on_these_kernels() -> None:
+    """Its comparisons hold, and what it times runs."""
+    device = torch.device("cpu")
+    outcomes = [*gpu.checks(triton, device, 3, 24), *gpu.checks(triton, device, 2, 40)]
+    assert [check.name for check in outcomes if not check.holds] == []
+    for operation in gpu.operations(256, 2, device, liger=False):
+        operation = dataclasses.replace(operation, implementations={"tripoint": operation.implementations["tripoint"]})
+        for direction in gpu.GOALS:
+            for run in gpu.runs(operation, direction).values():
+                run()
