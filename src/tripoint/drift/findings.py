@@ -35,6 +35,7 @@ FAR_ABOVE = 1.5  # times the k3 that noise alone hardly ever exceeds
 FEW = 0.02  # of the tokens
 MANY_STEPS = 8.0  # of the noise, from which on a token is wild
 AUDIBLE = 0.15  # times the noise, from which on that of rounded logits can be told from it
+SWAPPED = 3.0  # of the noise, up to which two tokens may be the other way round in the engine
 MAX_CAUSES = 4
 MAX_TOKENS = 4096  # of the rollouts, in whole sequences
 BATCH_TOKENS = 4096
@@ -105,7 +106,17 @@ class Evidence:
     @torch.no_grad()
     def logits(self, suspects: Sequence[Suspect]) -> torch.Tensor:
         """(tokens, vocabulary) of every completion token under all of `suspects`, in the dtype the model gives."""
-        return self._run(suspects, self.model, "logits")
+        with self.changed(suspects):
+            return self._run(suspects, self.model, "logits")
+
+    @contextmanager
+    def changed(self, suspects: Sequence[Suspect]) -> Iterator[None]:
+        """The model as `suspects` would have it; their prompts are for `_run` to change."""
+        with ExitStack() as stack:
+            for suspect in suspects:
+                if suspect.change:
+                    stack.enter_context(suspect.change())
+            yield
 
     def _run(self, suspects: Sequence[Suspect], module: Any, output: str) -> torch.Tensor:
         """What `module` puts out where each completion token is predicted: (tokens, ...)."""
@@ -119,11 +130,7 @@ class Evidence:
         for index, ids in enumerate(sequences):
             alike[len(ids)].append(index)
         found: dict[int, torch.Tensor] = {}
-        with ExitStack() as stack:
-            stack.enter_context(torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.autocast))
-            for suspect in suspects:
-                if suspect.change:
-                    stack.enter_context(suspect.change())
+        with torch.autocast(self.model.device.type, torch.bfloat16, enabled=self.autocast):
             for length, indices in alike.items():
                 rows = max(1, BATCH_TOKENS // length)
                 for start in range(0, len(indices), rows):
@@ -136,32 +143,37 @@ class Evidence:
         return torch.cat([found[index] for index in range(len(sequences))])
 
     @torch.no_grad()
-    def unrounded(self) -> tuple[Floats, Floats]:
+    def unrounded(self, suspects: Sequence[Suspect], readout: Readout) -> tuple[Floats, Floats]:
         """(tokens,) both: the trainer's log-probabilities with the logits computed in FP32, and the variance that rounding the
-        logits to BF16 would add to them."""
+        logits to BF16 would add to them; NaN where none would be recorded. `changed` is in force."""
         weight = self.model.get_output_embeddings().weight.detach().cpu().float().T
-        hidden = self._run([], self.model.get_decoder(), "last_hidden_state")
+        hidden = self._run(suspects, self.model.get_decoder(), "last_hidden_state")
         values, variances = [], []
         for chunk, targets in _rows(hidden, self.targets):
             logits = chunk.float() @ weight
-            logprobs = logits.log_softmax(-1)
-            rounding, probabilities = _step(logits) ** 2 / 12, logprobs.exp()
-            own, p, log_p = (x.gather(-1, targets[:, None])[:, 0] for x in (rounding, probabilities, logprobs))
-            values.append(log_p.double())
+            logprobs = (logits / readout.temperature).log_softmax(-1)
+            rounding, probabilities = (_step(logits) / readout.temperature) ** 2 / 12, logprobs.exp()
+            own, p = (x.gather(-1, targets[:, None])[:, 0] for x in (rounding, probabilities))
+            values.append(self._read(logprobs, targets, readout))
             # A log-probability is its own logit less the mean of all, weighted by probability.
             variances.append((own * (1 - 2 * p) + (probabilities**2 * rounding).sum(-1)).double())
-        return torch.cat(values).numpy(), torch.cat(variances).numpy()
+        found = (torch.cat(x).double().numpy() for x in (values, variances))
+        return tuple(self.delayed(x, readout.late) for x in found)  # type: ignore[return-value]
 
     def trainer(self, logits: torch.Tensor, readout: Readout) -> Floats:
         """The trainer's log-probabilities as `readout` would record them: (tokens,), NaN where it would record none."""
         parts = []
         for chunk, targets in _rows(logits, self.targets):
             logprobs = (chunk.float() / readout.temperature).log_softmax(-1)
-            values = logprobs.gather(-1, targets[:, None])[:, 0]
-            if readout.top_k or readout.top_p < 1:
-                values = values - _kept(logprobs, [readout])[:, 0]
-            parts.append(values.double())
-        return self.delayed(torch.cat(parts).numpy(), readout.late)
+            parts.append(self._read(logprobs, targets, readout))
+        return self.delayed(torch.cat(parts).double().numpy(), readout.late)
+
+    def _read(self, logprobs: torch.Tensor, targets: torch.Tensor, readout: Readout) -> torch.Tensor:
+        """What is recorded of rows of log-probabilities: (rows,)."""
+        values = logprobs.gather(-1, targets[:, None])[:, 0]
+        if readout.top_k or readout.top_p < 1:
+            values = values - _kept(logprobs, [readout])[:, 0]
+        return values
 
     def misfit(self, d: Floats) -> Floats:
         """(tokens,): grows like the square of d in the noise and like its logarithm beyond, so that no few tokens decide."""
@@ -522,11 +534,11 @@ def _likeliest_temperature(evidence: Evidence, logits: torch.Tensor, drawn: Read
 
 
 def _above(evidence: Evidence, logits: torch.Tensor, temperature: float) -> tuple[Floats, NDArray[np.int64]]:
-    """For each token the mass and the number of the tokens likelier than it."""
+    """For each token the mass and the number of the tokens clearly likelier than it: what noise may have swapped is not."""
     masses, ranks = [], []
     for chunk, targets in _rows(logits, evidence.targets):
         scaled = chunk.float() / temperature
-        likelier = scaled > scaled.gather(-1, targets[:, None])
+        likelier = scaled > scaled.gather(-1, targets[:, None]) + SWAPPED * evidence.noise / temperature
         masses.append((scaled.softmax(-1) * likelier).sum(-1).double())
         ranks.append(likelier.sum(-1))
     return torch.cat(masses).numpy(), torch.cat(ranks).numpy()
@@ -581,9 +593,7 @@ def _precision(evidence: Evidence, logits: torch.Tensor, readout: Readout, chose
         step = float(np.sqrt(np.mean((2.0 ** np.floor(np.log2(np.abs(nonzero))) * 2.0**-7) ** 2) / 12))
         text = f"{coarse.mean():.0%} of the engine's log-probabilities are BF16 numbers: each was rounded after the softmax"
         return [Finding("logprobs_bf16", text, step, "record log-probabilities in FP32")]
-    if readout != Readout() or chosen:
-        return []
-    rounds = _rounds_logits(evidence)
+    rounds = _rounds_logits(evidence, chosen, readout)
     trainer_rounds = logits.dtype == torch.bfloat16 or bool(torch.equal(logits, logits.bfloat16().to(logits.dtype)))
     if rounds is None:
         return []
@@ -600,7 +610,7 @@ def _precision(evidence: Evidence, logits: torch.Tensor, readout: Readout, chose
     return [Finding("logits_precision", text, step, "compute the lm_head in the same precision on both sides")]
 
 
-def _rounds_logits(evidence: Evidence) -> tuple[float, float] | None:
+def _rounds_logits(evidence: Evidence, chosen: list[Suspect], readout: Readout) -> tuple[float, float] | None:
     """How much of the variance that rounding logits to BF16 adds is in the engine's log-probabilities, all (1) or none (0), and
     its standard error.
 
@@ -612,19 +622,23 @@ def _rounds_logits(evidence: Evidence) -> tuple[float, float] | None:
     """
     trainers = []
     try:
-        for schedule in DECORRELATED:
-            record = align(evidence.model, to=schedule)
-            try:
-                trainers.append(evidence.unrounded())
-            finally:
-                record.undo()
+        with evidence.changed(chosen):
+            for schedule in DECORRELATED:
+                record = align(evidence.model, to=schedule)
+                try:
+                    trainers.append(evidence.unrounded(chosen, readout))
+                finally:
+                    record.undo()
     except UsageError:
         return None
     values, variances = (np.stack(columns) for columns in zip(*trainers, strict=True))
+    there = ~np.isnan(values[0])
+    owners, engine = evidence.owners[there], evidence.engine[there]
+    values, variances = values[:, there], variances[:, there]
     noise, rounding = values.var(axis=0, ddof=1), variances.mean(axis=0)
     if np.median(rounding) < AUDIBLE * noise.mean():
         return None
-    apart = (evidence.engine - values.mean(axis=0)) ** 2
+    apart = (engine - values.mean(axis=0)) ** 2
     # Weighted by what each token is worth: the variance of a square is its square.
     weight = 1 / (np.median(noise) + noise + rounding) ** 2
     weight *= apart < MANY_STEPS**2 * (np.median(noise) + rounding)
@@ -632,7 +646,8 @@ def _rounds_logits(evidence: Evidence) -> tuple[float, float] | None:
     columns = np.stack([rounding, noise], axis=1)
     inverse = np.linalg.inv(columns.T @ (weight[:, None] * columns))
     slopes = inverse @ (columns.T @ (weight * excess))
-    scores = np.add.reduceat((weight * (excess - columns @ slopes))[:, None] * columns, evidence.starts) @ inverse
+    starts = np.flatnonzero(np.diff(owners, prepend=-1))
+    scores = np.add.reduceat((weight * (excess - columns @ slopes))[:, None] * columns, starts) @ inverse
     n = len(scores)
     return float(slopes[0]), float(np.sqrt((scores[:, 0] ** 2).sum() * n / (n - 1)))
 
