@@ -7,7 +7,9 @@ import signal
 import subprocess
 import sys
 import time
+import tomllib
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +17,22 @@ import pyarrow.parquet as pq
 import pytest
 import tomli_w
 import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoConfig
 
 from tripoint.cli import main
 from tripoint.errors import MeasurementError
 from tripoint.rl import families
 from tripoint.rl.config import TrainConfig
-from tripoint.rl.records import RunDirectory
+from tripoint.rl.policy import build_policy, fsdp2_policy
+from tripoint.rl.records import WATCHED, RunDirectory
 from tripoint.rl.runs import train_one
 from tripoint.rl.sync import WeightSync
+from tripoint.schedule import RoundingSchedule
 from tripoint.stacks.emulated import EmulatedStack
 from tripoint.stacks.rollouts import read_rollouts
+from tripoint.stacks.vllm import VllmStack
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -62,13 +70,13 @@ def model() -> Path:
 
 
 def test_a_run_records_every_step_whole(tmp_path: Path) -> None:
-    steps = run(tmp_path, arm="none", watch_every=2)
+    steps = run(tmp_path, arm="none", watch_every=2, prompts=2)
     assert [step["step"] for step in steps] == [1, 2]
     measured = {name for name, value in steps[0].items() if value is not None}
     assert {"reward", "entropy", "grad_norm", "length", "k1", "k3", "ess", "max_ratio", "weights", "seconds"} <= measured
     assert steps[0]["weights"] != steps[1]["weights"]
 
-    about = RunDirectory(tmp_path / "none-seed0", TrainConfig(**settings(tmp_path, watch_every=2))).about
+    about = RunDirectory(tmp_path / "none-seed0", TrainConfig(**settings(tmp_path, watch_every=2, prompts=2))).about
     assert about["fingerprints"]["engine"]["code"] == ENGINE
     assert about["fingerprints"]["trainer"]["code"] == "R1 S1 N1"
     assert about["target"] == ENGINE
@@ -76,12 +84,13 @@ def test_a_run_records_every_step_whole(tmp_path: Path) -> None:
 
     # The engine's own samples, as `tripoint drift --engine rollouts:FILE` reads them.
     rollouts = list(read_rollouts(tmp_path / "none-seed0" / "rollouts" / "000001.parquet", vocab_size=33))
-    assert len(rollouts) == 16
+    assert len(rollouts) == 8
     assert sum(len(rollout.completion_ids) for rollout in rollouts) == steps[0]["tokens"]
     # The stock trainer differs from the engine, and at the second step it was measured how.
     assert steps[0]["k3"] > 1e-7
     assert steps[0]["systematic_rms"] is None
-    assert steps[1]["systematic_variance"] > steps[1]["systematic_stderr"] > 0
+    assert {name for name in WATCHED if name not in ("overflows", "loss_scale") and steps[1][name] is None} == set()
+    assert steps[1]["systematic_stderr"] > 0
     assert steps[1]["gradient_bias"] > 0
 
 
@@ -167,6 +176,25 @@ def test_the_run_notices_a_single_skipped_sync(tmp_path: Path, monkeypatch: pyte
         run(tmp_path, steps=4, arm="all")
     config = TrainConfig(**settings(tmp_path, steps=4, arm="all"))
     assert [step["step"] for step in RunDirectory(config.directory, config).steps()] == [1, 2]
+
+
+@pytest.mark.vllm
+def test_with_vllm_weights_arrive_and_a_skipped_sync_is_noticed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def load_weights(self: VllmStack, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        calls.append(None)
+        if len(calls) != 3:
+            real(self, weights)
+
+    real = VllmStack.load_weights
+    monkeypatch.setattr(VllmStack, "load_weights", load_weights)
+    with pytest.raises(MeasurementError, match="step 3: the weights did not reach engine `vllm:eager`"):
+        run(tmp_path, steps=4, arm="all", engine="vllm:eager")
+    config = TrainConfig(**settings(tmp_path, steps=4, arm="all", engine="vllm:eager"))
+    records = RunDirectory(config.directory, config)
+    assert [step["step"] for step in records.steps()] == [1, 2]
+    assert records.about["fingerprints"]["trainer"]["code"] == records.about["fingerprints"]["engine"]["code"] == "R3 S1 N4"
 
 
 class Sync:
@@ -305,6 +333,76 @@ def test_without_ray_an_address_is_refused(tmp_path: Path, capsys: pytest.Captur
         main(["train", str(write(tmp_path)), "--ray", "auto"])
     assert end.value.code == 2
     assert "--ray needs Ray" in capsys.readouterr().err
+
+
+# -- recipes ----------------------------------------------------------------------------------------------------------
+
+RECIPES = Path(__file__).parents[1] / "experiments" / "grpo"
+SHAPES: dict[str, dict[str, Any]] = {
+    "qwen2.5-1.5b": {
+        "model_type": "qwen2",
+        "vocab_size": 151936,
+        "hidden_size": 1536,
+        "intermediate_size": 8960,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 12,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 131072,
+        "tie_word_embeddings": True,
+    },
+    "qwen3-1.7b": {
+        "model_type": "qwen3",
+        "vocab_size": 151936,
+        "hidden_size": 2048,
+        "intermediate_size": 6144,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 32768,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+@pytest.mark.parametrize(("recipe", "parameters"), [("qwen2.5-1.5b", "1,543.7M"), ("qwen3-1.7b", "1,720.6M")])
+def test_the_published_setting_is_planned_in_full_size(
+    recipe: str, parameters: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All arms of the recipe, aligned on the meta device, with the model's shape in place of its weights."""
+    AutoConfig.for_model(**SHAPES[recipe]).save_pretrained(tmp_path / "model")
+    (tmp_path / "math.jsonl").write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    monkeypatch.chdir(tmp_path)
+    data = tomllib.loads((RECIPES / f"{recipe}.toml").read_text()) | {"model": "model", "target": "vllm@0.32/cuda/compiled/tp1"}
+    Path("run.toml").write_text(tomli_w.dumps(data))
+    with pytest.raises(SystemExit) as end:
+        main(["train", "run.toml", "--dry-run"])
+    assert end.value.code == 0
+    told = capsys.readouterr().out
+    assert told.count("28 layers, " + parameters) == 15
+    assert told.count("trainer    R3 S3 N3 carry=layer qk=none") == 3
+    assert told.count("64 prompts x 8 completions of up to 3072 tokens, 128 passes of 4") == 15
+
+
+def test_under_fsdp2_nothing_is_cast_between_layers(model: Path) -> None:
+    """One process, sharded with FP32 masters: the bits of the BF16 model."""
+    config = TrainConfig(**settings(Path("unused"), arm="all"))
+    schedule = RoundingSchedule.parse("R3 S3 N3 carry=layer")
+    ids = torch.randint(3, 33, (2, 12), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        wanted = build_policy(model, replace(config, weights="bf16"), schedule)(input_ids=ids).logits
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        policy = build_policy(model, config, schedule)
+        for layer in policy.model.layers:
+            fully_shard(layer, mp_policy=fsdp2_policy(config))
+        fully_shard(policy, mp_policy=fsdp2_policy(config))
+        out = policy(input_ids=ids).logits
+        assert torch.equal(out, wanted)
+        out.float().sum().backward()
+        assert all(parameter.grad.dtype == torch.float32 for parameter in policy.parameters())
+    finally:
+        dist.destroy_process_group()
 
 
 # -- families ---------------------------------------------------------------------------------------------------------

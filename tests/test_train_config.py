@@ -60,6 +60,7 @@ def test_arguments_replace_the_files_arm_and_seed(tmp_path: Path) -> None:
         ({"arm": "bitwise", "engine": "vllm"}, "engine must be 'emulated:TARGET'"),
         ({"grpo": {"learning_rate": 1.0}}, "[grpo] learning_rate: decided by `lr`"),
         ({"engine_options": {"max_num_seq": 3}}, "[engine_options] unknown key 'max_num_seq'; nearest: max_num_seqs"),
+        ({"engine_options": {"dtype": "float16"}}, "[engine_options] dtype: decided by `arm`"),
         ({"watch_every": 5, "arm": "fp16"}, "drift is measured between BF16 stacks"),
     ],
 )
@@ -181,8 +182,14 @@ def run_directory(tmp_path: Path, **settings: Any) -> RunDirectory:
     return RunDirectory(tmp_path / "run", TrainConfig(**LEAST | settings))
 
 
+def begun(tmp_path: Path, **settings: Any) -> RunDirectory:
+    records = run_directory(tmp_path, **settings)
+    assert records.begin() is None
+    return records
+
+
 def test_resuming_keeps_what_a_complete_checkpoint_holds_and_nothing_after_it(tmp_path: Path) -> None:
-    records = run_directory(tmp_path)
+    records = begun(tmp_path)
     for step in range(1, 8):
         records.write(record(step), {"completion_ids": [[1, 2]]})
     for step in (2, 4, 6):
@@ -191,7 +198,7 @@ def test_resuming_keeps_what_a_complete_checkpoint_holds_and_nothing_after_it(tm
     records.mark_complete(4)  # the process died while it wrote the sixth
     (records.path / "steps" / "000008.unfinished").write_bytes(b"half a file")
     resumed = run_directory(tmp_path)
-    assert resumed.rewind() == records.checkpoints / "checkpoint-4"
+    assert resumed.begin() == records.checkpoints / "checkpoint-4"
     assert [row["step"] for row in resumed.steps()] == [1, 2, 3, 4]
     assert sorted(path.name for path in records.checkpoints.iterdir()) == ["checkpoint-2", "checkpoint-4"]
     assert len(list((records.path / "rollouts").iterdir())) == 4
@@ -199,14 +206,14 @@ def test_resuming_keeps_what_a_complete_checkpoint_holds_and_nothing_after_it(tm
 
 
 def test_without_a_complete_checkpoint_a_run_begins_anew(tmp_path: Path) -> None:
-    records = run_directory(tmp_path)
+    records = begun(tmp_path)
     records.write(record(1), {"completion_ids": [[1]]})
-    assert run_directory(tmp_path).rewind() is None
+    assert run_directory(tmp_path).begin() is None
     assert records.steps() == []
 
 
 def test_a_directory_of_another_run_is_refused(tmp_path: Path) -> None:
-    run_directory(tmp_path, lr=1e-4)
+    begun(tmp_path, lr=1e-4)
     with pytest.raises(UsageError, match=r"holds a run with lr=0\.0001, not 0\.001"):
         run_directory(tmp_path, lr=1e-3)
     (tmp_path / "other").mkdir()

@@ -102,6 +102,8 @@ class TrainConfig:
             raise UsageError(
                 f"engine={self.engine!r} cannot be given new weights: use vllm, vllm:eager, mlx or emulated:TARGET"
             )
+        if "dtype" in self.engine_options:
+            raise UsageError("[engine_options] dtype: decided by `arm`; leave it out")
         if self.weights not in get_args(Weights):
             raise UsageError(f"weights={self.weights!r}{suggest(self.weights, list(get_args(Weights)))}")
         arm = self.how

@@ -27,6 +27,7 @@ from transformers import AutoTokenizer, PrinterCallback, TrainerCallback
 
 from tripoint.canary import CanaryShape, Fingerprint, fingerprint, fingerprint_in_place, fingerprint_stack
 from tripoint.canary.rope import LONG as LONGEST_CANARY
+from tripoint.canary.shape import VOCABULARY as CANARY_VOCABULARY
 from tripoint.drift.dither import EMBEDDING, HEAD, untied
 from tripoint.errors import MeasurementError, UsageError
 from tripoint.profiles import resolve_target
@@ -56,9 +57,8 @@ def train(config: TrainConfig, model: Path) -> None:
     """
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     first = accelerate.PartialState().is_main_process
-    with accelerate.PartialState().main_process_first():
-        records = RunDirectory(config.directory, config)
-    checkpoint = records.rewind() if first else None
+    records = RunDirectory(config.directory, config)
+    checkpoint = records.begin() if first else None
     [checkpoint] = broadcast_object_list([checkpoint])
     if checkpoint is not None and len(records.steps()) == config.steps:
         return
@@ -134,8 +134,8 @@ def _describe(config: TrainConfig, model: Path, engine: Stack) -> dict[str, Any]
 
 
 def _ask_engine(config: TrainConfig, model: Path, engine: Stack) -> Fingerprint:
-    """In place where starting another one would take long, and in the full depth of the model; else in the canary's own."""
-    if parse_stack(config.engine).kind == "vllm":
+    """In place where another one would be long in starting and the model has words enough for a canary; else on another one."""
+    if parse_stack(config.engine).kind == "vllm" and engine.vocab_size >= CANARY_VOCABULARY:
         return fingerprint_in_place(engine, model)
     return fingerprint_stack(lambda checkpoint: open_stack(config.engine, checkpoint), CanaryShape.like(model))
 

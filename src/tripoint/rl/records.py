@@ -66,12 +66,12 @@ class RunDirectory:
     """The records of one run, new or to be continued."""
 
     def __init__(self, path: Path, config: TrainConfig) -> None:
-        """Raises UsageError if `path` holds a run with other settings."""
-        self.path = path
+        """Reads only. Raises UsageError if `path` holds a run with other settings, or something else."""
+        self.path, self._config = path, config
         self._steps, self._rollouts, self.checkpoints = path / "steps", path / "rollouts", path / "checkpoints"
-        settings = path / "config.toml"
-        if settings.exists():
-            before, now = tomllib.loads(settings.read_text()), config.to_dict()
+        self._settings = path / "config.toml"
+        if self._settings.exists():
+            before, now = tomllib.loads(self._settings.read_text()), config.to_dict()
             if differ := [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]:
                 key = differ[0]
                 raise UsageError(
@@ -80,13 +80,13 @@ class RunDirectory:
                 )
         elif path.exists() and any(path.iterdir()):
             raise UsageError(f"{path} holds something else than a run: give another `out`")
-        else:
-            for directory in (self._steps, self._rollouts, self.checkpoints):
-                directory.mkdir(parents=True, exist_ok=True)
-            _write_whole(settings, tomli_w.dumps(config.to_dict()).encode())
 
-    def rewind(self) -> Path | None:
-        """The last complete checkpoint, None if there is none; whatever came after it is removed."""
+    def begin(self) -> Path | None:
+        """Make the directory ready to be written to: whatever came after the last complete checkpoint is removed. Returns that
+        checkpoint, None if there is none."""
+        for directory in (self._steps, self._rollouts, self.checkpoints):
+            directory.mkdir(parents=True, exist_ok=True)
+        _write_whole(self._settings, tomli_w.dumps(self._config.to_dict()).encode())
         complete = 0
         for directory in self.checkpoints.glob("checkpoint-*"):
             if (directory / "complete").exists():

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from typing import Any
 
 from tripoint.errors import UsageError
 from tripoint.models import resolve_model
 from tripoint.rl.config import TrainConfig
 from tripoint.rl.families import tiny_model
+from tripoint.rl.records import RunDirectory
 from tripoint.rl.tasks import check_task
 
 
@@ -26,8 +28,9 @@ def model_of(config: TrainConfig) -> Path:
 
 def train_one(config: TrainConfig) -> None:
     """Make or resume one run in this process. Raises UsageError and MeasurementError."""
-    _prepare_for_trl()
     check_task(config.task)
+    RunDirectory(config.directory, config)
+    _prepare_for_trl()
     from tripoint.rl.grpo import train
 
     train(config, model_of(config))
@@ -45,8 +48,9 @@ def _prepare_for_trl() -> None:
     """Raises UsageError if TRL is not installed."""
     if importlib.util.find_spec("trl") is None:
         raise UsageError("training needs TRL: `pip install 'tripoint[rl]'`")
-    # Which versions of vLLM it supports does not matter, since we do not have it use vLLM.
-    warnings.filterwarnings("ignore", message="TRL currently supports vLLM")
+    # TRL would import vLLM, which changes torch's settings for the process that trains. Our engine has a process of its own.
+    utilities: Any = importlib.import_module("trl.import_utils")
+    utilities.is_vllm_available = lambda min_version=None: False
 
 
 def train_all(
