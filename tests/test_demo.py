@@ -24,7 +24,7 @@ def heed_interrupts() -> None:
 
 def test_diagnose_with_a_real_engine(tmp_path: Path) -> None:
     """Uncompiled, since that starts five times faster; `make demo` is the same with the compiled default."""
-    command = [TRIPOINT, "diagnose", "--engine", "vllm:eager", "--tokens", "400", "--replicates", "4", "--quick"]
+    command = [TRIPOINT, "diagnose", "--engine", "vllm:eager", "--tokens", "800", "--replicates", "4", "--quick"]
     command += ["--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

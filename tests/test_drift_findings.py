@@ -82,7 +82,7 @@ def test_an_adapter_on_one_side_only_is_named(tmp_path: Path, engine: str, cause
         for name, layer in layers.items():
             merged = layer.base_layer.weight.float() + layer.get_delta_weight("default").float()
             sampler.get_submodule(name).weight.data.copy_(merged)
-    rollouts, _ = made_cases.rollouts(sampler, (), 5, sequences=90)
+    rollouts, _ = made_cases.rollouts(sampler, (), 5, sequences=32 if engine == "without" else 90)
     findings = find_causes(adapted, rollouts, expectation(tmp_path, rollouts), bos=made_cases.BOS)
     assert [finding.cause for finding in findings] == ([cause] if cause else []), findings
 

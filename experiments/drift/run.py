@@ -81,6 +81,7 @@ def main(path: Path) -> None:
         trainer = open_stack(config.get("trainer", "hf"), model)
         assert isinstance(trainer, HFStack)
         rollouts, source = neutral_rollouts(model, trainer.vocab_size, config["tokens"])
+        rollouts = rollouts[config.get("skip", 0) :]
         dithering = Kept(read_weights(model), rollouts)
         dithering.directory = Path("out/drift") / config["scores"]
         dithering.directory.mkdir(parents=True, exist_ok=True)
