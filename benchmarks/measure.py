@@ -69,7 +69,7 @@ def count(name: str, unaligned: int, aligned: int, at_most: float) -> Comparison
     return Comparison(name, "bytes", before, after, ratio, rounds=1, at_most=at_most)
 
 
-def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int, warmups: int = 2) -> dict[str, list[float]]:
+def interleaved(runs: Mapping[str, Callable[[], object]], rounds: int, warmups: int = 1) -> dict[str, list[float]]:
     """Seconds of every run in every round. The runs of a round follow each other directly and change places every round, so
     that whatever else the machine does hits all of them alike."""
     for _ in range(warmups):
