@@ -144,11 +144,13 @@ def test_a_wrong_bit_would_be_noticed(checked: Checked, monkeypatch: pytest.Monk
 
 
 def test_two_runs_of_training_give_the_same_bits() -> None:
+    """With two threads, however they share the work."""
     torch.set_num_threads(2)
     models = [tiny("qwen3"), tiny("qwen3")]
     for model in models:
         align(model, ENGINE)
         list(train(model))
+    torch.set_num_threads(1)
     state, again = (model.state_dict() for model in models)
     assert all(same(state[name], again[name]) for name in state)
 
