@@ -146,6 +146,9 @@ def _systematic(result: DriftResult) -> list[str]:
         f"{found.total.rms:.2g} nats rms (95 %: {low:.2g} to {high:.2g}) do not average out: {systematic_share(result):.0%} of "
         "the variance between the stacks is systematic, the rest is rounding noise."
     ]
+    if found.ranged and found.ranged.disagree:
+        other = found.ranged.permutation.rms
+        sentences.append(f"Permutations in place of dithers give {other:.2g} nats: take the two as a range.")
     if found.attribution and found.removed and _there(found.removed):
         largest = max(found.attribution.sites, key=lambda site: site.shapley.value)
         sentences.append(
