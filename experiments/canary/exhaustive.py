@@ -25,7 +25,7 @@ from covering import Row, pairwise
 from tripoint.align import align
 from tripoint.canary import Canary, CanaryShape, ask, build
 from tripoint.errors import UsageError
-from tripoint.schedule import RoundingSchedule
+from tripoint.schedule import RoundingSchedule, diff
 from tripoint.stacks.hf import HFStack
 
 ROPE, SWIGLU = ("R1", "R2", "R3", "R4"), ("S1", "S3", "S5")
@@ -74,7 +74,11 @@ class Asked:
             found = ask(self.stack, self.canary)
         finally:
             aligned.undo()
-        if found.code == str(schedule) and not found.undetermined and not found.findings:
+        told = found.code == str(schedule)
+        if found.schedule is not None and any(str(schedule.rope.angle) in note for note in found.notes):
+            # Another order of the angle that the verdict itself says is not to be told here from the usual one.
+            told = not {d.field for d in diff(found.schedule, schedule)} - {"rope.angle"}
+        if told and not found.undetermined and not found.findings:
             return None
         return f"read as {found.code}; undetermined {found.undetermined}; {found.findings}"
 

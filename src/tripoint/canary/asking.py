@@ -125,8 +125,8 @@ def _finished(
     notes = found.notes
     if not shape.full:
         notes += (
-            f"measured in the canary's own depth of {shape.layers} layers and vocabulary of {shape.vocab}: what a compiler fuses "
-            "(carry first of all) can differ in a model's; --full-shape or --in-place asks there",
+            f"measured in the canary's own depth of {shape.layers} layers and vocabulary of {shape.vocab}: what a compiler "
+            "fuses (carry first of all) can differ in a model's; --full-shape or --in-place asks there",
         )
     told = {name: value for name, value in conditions.items() if value is not None or name not in own}
     return replace(found, notes=notes, conditions=own | told, versions=versions, seconds=time.monotonic() - started)

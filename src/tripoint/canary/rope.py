@@ -79,20 +79,29 @@ class _Bench:
         self.circuit, self.rng, self.shape = circuit, rng, circuit.shape
         self.half = self.shape.head_dim // 2
         fast = 8 if self.shape.hidden >= 128 else 3
-        self.pairs = sorted({*range(fast), self.half // 4, self.half // 2})
+        pairs = {*range(fast), self.half // 4, self.half // 2}
         self.longest = min(LONG, self.shape.max_positions - 2)
         self.usual = min(SHORT, self.longest)
         self.rotary = self.shape.rotary
         # The angle can be asked of plain RoPE only, and of pairs on whose frequency all power functions agree.
-        self.angle_pairs: list[int] = []
+        clear: set[int] = set()
         if self.rotary.theta is not None and self.longest == LONG:
-            self.angle_pairs = sorted(set(self.pairs) & set(self.rotary.clear_pairs()) - {0})
+            clear = set(self.rotary.clear_pairs()) - {0}
+        if clear and self.shape.hidden >= 256:  # room for those that tell most
+            pairs |= {max(clear, key=lambda pair: apart[pair]) for apart in self._apart()}
+        self.pairs = sorted(pairs)
+        self.angle_pairs = sorted(pairs & clear)
         # QK-norm weights that are no powers of two tell whether the product with them is rounded.
         self.weights = np.ones((2, 2, self.half))  # query or key, x or y, pair
         if self.shape.qk_norm:
             for side in (0, 1):
                 odd = self.pairs[1 - side :: 2]
                 self.weights[side][:, odd] = 1 + (2 * rng.integers(7, 58, (2, len(odd))) + 1) / 128  # all eight bits
+
+    def _apart(self) -> list[Array]:
+        """For each other order of computing the angle, how far it moves the table of each pair."""
+        usual, *others = (np.stack(self.rotary.tables(form, self.longest)) for form in self.rotary.angle_forms)
+        return [np.abs(other - usual).max((0, 1)) for other in others]
 
     def question(self, place: str, *proposed: tuple[Proposals, Score]) -> Question:
         """The question about the table, the products and the casts, whatever the angle's order of operations.
@@ -240,7 +249,7 @@ class _Bench:
         rest = self._exact_score(drawn)
         drawn[name] = 1
         value = bf16(-rest / (self._exact_score(drawn) - rest))
-        drawn[name] = value + self.rng.integers(-2, 3, len(drawn)) * ulp(value)
+        drawn[name] = bf16(value + self.rng.integers(-2, 3, len(drawn)) * ulp(value))  # beyond a power of two ulps are larger
         for x, y in (("qx", "qy"), ("kx", "ky")):
             down = np.ldexp(1.0, -np.frexp(np.maximum(np.abs(drawn[x]), np.abs(drawn[y])))[1])  # to below 1
             drawn[x], drawn[y] = drawn[x] * down, drawn[y] * down
