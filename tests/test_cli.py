@@ -309,8 +309,8 @@ def test_a_server_that_is_not_there_is_exit_code_3(run: Run, model: Path) -> Non
     assert "127.0.0.1:1" in done.err
 
 
-def test_too_few_tokens_is_exit_code_3(run: Run, model: Path) -> None:
-    done = run("drift", str(model), "--engine", "hf", "--tokens", "100")
+def test_too_few_sequences_is_exit_code_3(run: Run, model: Path, recorded: Callable[..., Path]) -> None:
+    done = run("drift", str(model), "--engine", f"rollouts:{recorded('hf', 7)}")
     assert (done.code, done.out) == (3, "")
     assert "are too few to measure a mismatch" in done.err
 

@@ -50,8 +50,8 @@ from tripoint.stacks.hf import HFStack
 from tripoint.stacks.rollouts import read_rollouts
 
 NEUTRAL_TOKENS = 2000
-SAMPLED_TOKENS = 1000
-MAX_COMPLETION = 128
+SAMPLED_TOKENS, QUICK_SAMPLED_TOKENS = 1000, 500
+MIN_COMPLETION, MAX_COMPLETION = 32, 128  # of sampled tokens, or most of a pass would be prompts
 NOISE_REPLICATES = 3
 CLEAR = 2.0  # standard errors, from which on a share of something is worth giving
 TRAINERS = ("hf", "emulated")
@@ -212,7 +212,8 @@ def measure_drift(
         else:
             neutral, neutral_source = neutral_rollouts(directory, vocab_size(checkpoint), wanted)
             running = opened.enter_context(open_stack(engine, checkpoint if name.kind == "http" else directory))
-            sampled, source = _sample(running, directory, min(wanted, SAMPLED_TOKENS), seed, stage)
+            few = QUICK_SAMPLED_TOKENS if quick else SAMPLED_TOKENS
+            sampled, source = _sample(running, directory, min(wanted, few), seed, stage)
         lap("engine: start and sampling")
         stack = opened.enter_context(open_stack(trainer, directory))
         assert isinstance(stack, HFStack)
@@ -356,11 +357,11 @@ def _first(rollouts: Sequence[Rollout], tokens: int) -> list[Rollout]:
 def _sample(engine: Stack, model: Path, wanted: int, seed: int, stage: Stage) -> tuple[list[Rollout], str]:
     """About `wanted` tokens or more of the engine's own, and in words what they are."""
     prompts, source = prompt_ids(model, engine.vocab_size)
-    length = min(MAX_COMPLETION, -(-wanted // len(prompts)))
+    length = min(max(MIN_COMPLETION, -(-wanted // len(prompts))), MAX_COMPLETION)
     rollouts: list[Rollout] = []
     found = 0
     while found < wanted:
-        batch = prompts[: -(-(wanted - found) // length)]
+        batch = prompts[: max(MIN_SEQUENCES, -(-(wanted - found) // length))]
         with stage(f"sampling from {engine.name}", len(batch)) as progress:
             sampled = engine.sample(batch, max_tokens=length, seed=seed + len(rollouts), progress=progress)
         rollouts += sampled
