@@ -149,7 +149,9 @@ class Systematic:
         variance = float(means.var(ddof=1)) * n / (n - 1)
         if variance == 0:
             return 0.0, (0.0, 0.0)
-        studentized = ((means - sums.sum() / self._counts.sum()) / errors)[errors > 0]
+        # A resample of one sequence again and again has no error.
+        usable = errors > 0
+        studentized = (means - sums.sum() / self._counts.sum())[usable] / errors[usable]
         low, high = np.quantile(studentized, (0.025, 0.975))
         return variance, (float(low), float(high))
 
