@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from tiny import ARCHITECTURES, VOCABULARY, tiny, tokens
 from tripoint.drift.dither import EMBEDDING, HEAD, Dithering, dithered, permuted, read_weights, seeds, untied
@@ -94,6 +95,21 @@ def test_an_untied_copy_gives_the_tied_checkpoint_s_bits(tied: Path) -> None:
             assert again == copied
     assert not copied.exists()
     assert HEAD not in read_weights(tied)
+
+
+def test_a_tied_checkpoint_may_hold_its_head_all_the_same(tied: Path, tmp_path: Path) -> None:
+    weights = read_weights(tied)
+    for file in tied.glob("*.json"):
+        (tmp_path / file.name).write_text(file.read_text())
+    save_file(weights | {HEAD: weights[EMBEDDING].clone()}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with untied(tmp_path) as copied:
+        assert copied != tmp_path  # whose head would follow a dithered embedding
+        model = HFStack(copied).model
+        assert model.lm_head.weight.data_ptr() != model.model.embed_tokens.weight.data_ptr()
+        assert HFStack(copied).score(ROLLOUTS) == HFStack(tied).score(ROLLOUTS)
+    save_file(weights | {HEAD: weights[EMBEDDING] * 2}, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(UsageError, match="stored and differ"), untied(tmp_path):
+        pass
 
 
 def test_dithering_refuses_tied_weights(tied: Path) -> None:

@@ -125,7 +125,12 @@ def test_a_directory_must_hold_a_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"has no config\.json"):
         resolve_model(str(tmp_path))
     config = tmp_path / "config.json"
-    config.write_text("{}")
+    for text in ("{", "[]", "{}", '{"model_type": "lama"}'):
+        config.write_text(text)
+        with pytest.raises(UsageError, match=r"cannot read its config\.json") as caught:
+            resolve_model(str(tmp_path))
+        assert "\n" not in str(caught.value)
+    config.write_text('{"model_type": "llama"}')
     with pytest.raises(UsageError, match=r"has no .*safetensors"):
         resolve_model(str(tmp_path))
     assert resolve_model(str(tmp_path), weights=False) == tmp_path

@@ -43,6 +43,13 @@ def _checked(directory: Path, weights: bool) -> Path:
         raise UsageError(f"model `{directory}` is a file: give the directory that holds config.json and *.safetensors")
     if not (directory / "config.json").is_file():
         raise UsageError(f"model directory `{directory}` has no config.json: give the one written by `save_pretrained`")
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(directory)
+    except Exception as error:  # whatever is wrong with the file, of which transformers throws many kinds
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise UsageError(f"model directory `{directory}`: transformers cannot read its config.json: {reason}") from error
     if weights and not any(directory.glob("*.safetensors")):
         raise UsageError(f"model directory `{directory}` has no *.safetensors: save the model with `save_pretrained`")
     return directory

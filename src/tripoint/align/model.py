@@ -85,12 +85,24 @@ def align_model(model: nn.Module, to: str | Path | RoundingSchedule) -> Alignmen
     before = _schedule_before(decoders[0])
     sites: list[AlignedSite] = []
     notes: list[str] = []
+    if _compiled(model):
+        notes.append(
+            "the model was compiled: what is given as before is its uncompiled code's, of which a compiler drops roundings"
+        )
     for decoder in decoders:
         notes += _notes(decoder)
         for place in decoder.places:
             sites.append(_record(place, before, schedule))
             _install(place, decoder, schedule)
     return Alignment(target, schedule, before, tuple(sites), tuple(notes), model)
+
+
+def _compiled(model: nn.Module) -> bool:
+    """Whether `torch.compile` wraps the model or a module in it."""
+    return any(
+        isinstance(module, torch._dynamo.OptimizedModule) or module._compiled_call_impl is not None
+        for module in model.modules()
+    )
 
 
 def _install(place: Place, decoder: Decoder, schedule: RoundingSchedule) -> None:

@@ -24,6 +24,7 @@ import torch
 from numpy.typing import NDArray
 from safetensors import safe_open
 from safetensors.torch import save_file
+from transformers import AutoConfig
 
 from tripoint.errors import MeasurementError, UsageError
 from tripoint.stacks import Progress, Rollout, Stack
@@ -220,16 +221,23 @@ def untied(model: Path) -> Iterator[Path]:
     """A directory with the checkpoint of directory `model` in which `lm_head.weight` is a weight of its own.
 
     A checkpoint that has one already is given as it is. Otherwise its files are linked, its embeddings copied, and the
-    directory is gone afterwards.
+    directory is gone afterwards. Raises UsageError for a checkpoint that ties the two and stores different ones.
     """
     shards = sorted(model.glob("*.safetensors"))
     names = {shard: _names(shard) for shard in shards}
-    if any(HEAD in held for held in names.values()):
-        yield model
-        return
-    source = next((shard for shard, held in names.items() if EMBEDDING in held), None)
-    if source is None:
+    where = {name: shard for shard, held in names.items() for name in held}
+    if EMBEDDING not in where:
         raise UsageError(f"model directory `{model}` has no weight `{EMBEDDING}`: its layout is not known to dithering")
+    if HEAD in where:
+        if not AutoConfig.from_pretrained(model).tie_word_embeddings:
+            yield model
+            return
+        head, embedding = (_tensor(where[name], name) for name in (HEAD, EMBEDDING))
+        if not torch.equal(head, embedding):
+            raise UsageError(
+                f"model directory `{model}`: config.json ties `{HEAD}` to `{EMBEDDING}`, but the two are stored and differ: "
+                "save the model again"
+            )
     with tempfile.TemporaryDirectory(prefix="tripoint-untied-") as name:
         directory = Path(name)
         index: dict[str, str] = {}
@@ -238,9 +246,10 @@ def untied(model: Path) -> Iterator[Path]:
             linked = f"model-{number:05}.safetensors"
             (directory / linked).symlink_to(shard.resolve())
             index |= dict.fromkeys(names[shard], linked)
-        with safe_open(source, framework="pt") as opened:
-            save_file({HEAD: opened.get_tensor(EMBEDDING)}, directory / "model-lm-head.safetensors", metadata={"format": "pt"})
-        index[HEAD] = "model-lm-head.safetensors"
+        if HEAD not in where:
+            copied = {HEAD: _tensor(where[EMBEDDING], EMBEDDING)}
+            save_file(copied, directory / "model-lm-head.safetensors", metadata={"format": "pt"})
+            index[HEAD] = "model-lm-head.safetensors"
         (directory / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": index}))
         config = json.loads((model / "config.json").read_text())
         (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
@@ -249,6 +258,12 @@ def untied(model: Path) -> Iterator[Path]:
             if file not in shards and file.name not in replaced:
                 (directory / file.name).symlink_to(file.resolve())
         yield directory
+
+
+def _tensor(shard: Path, name: str) -> torch.Tensor:
+    with safe_open(shard, framework="pt") as opened:
+        tensor: torch.Tensor = opened.get_tensor(name)
+    return tensor
 
 
 def _names(shard: Path) -> list[str]:

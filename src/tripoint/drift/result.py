@@ -193,7 +193,9 @@ def measure_drift(
     name, trainer_name = parse_stack(engine), parse_stack(trainer)
     if trainer_name.kind not in TRAINERS:
         raise UsageError(f"trainer `{trainer}` cannot be aligned: it must be hf, hf:compile, hf:autocast or emulated:TARGET")
-    to = _documented_target(name) if to is None else to
+    unknown = "how the engine rounds is not known: give --to"
+    if to is None:
+        to, unknown = _documented_target(name, unknown)
     checkpoint = resolve_model(model)
     if to is not None:
         _check_alignable(checkpoint, to)  # before minutes of sampling
@@ -257,7 +259,9 @@ def measure_drift(
         if findings:
             withheld = f"the drift is not only rounding ({', '.join(finding.cause for finding in findings)})"
         elif schedules is None:
-            withheld = "how the engine rounds is not known: give --to"
+            withheld = unknown
+        elif stack.mode == "compile":
+            withheld = "a compiled trainer rounds where the compiler likes: its operations cannot be moved one by one"
         elif quick:
             withheld = "left out because of --quick"
         if running is None:
@@ -298,14 +302,19 @@ def _side(name: str, stack: Stack | None) -> Side:
     return Side(name, stack.conditions(), stack.versions()) if stack else Side(name, {}, {})
 
 
-def _documented_target(engine: StackName) -> str | None:
-    """What is documented for an engine, as a target; None for recorded rollouts and servers, which do not say what they run."""
-    match engine.kind:
-        case "rollouts" | "http":
-            return None
-        case "emulated":
-            return engine.detail
-    return engine.kind + PROFILE_MODES[engine.detail]
+def _documented_target(engine: StackName, unknown: str) -> tuple[str | None, str]:
+    """What is documented for an engine, as a target, or None and why: recorded rollouts and servers do not say what they run
+    (`unknown`), and not every version is documented."""
+    if engine.kind in ("rollouts", "http"):
+        return None, unknown
+    target = engine.detail if engine.kind == "emulated" else engine.kind + PROFILE_MODES[engine.detail]
+    try:
+        resolve_target(target)
+    except UsageError as error:
+        if engine.kind == "emulated":
+            raise
+        return None, f"{unknown} ({error})"
+    return target, unknown
 
 
 def _check_alignable(model: Path, to: str) -> None:

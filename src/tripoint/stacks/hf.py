@@ -39,7 +39,8 @@ class HFStack(Stack):
     model: transformers.PreTrainedModel
 
     def __init__(self, model: Path, *, mode: str = "", device: str | None = None, dtype: str = "bfloat16") -> None:
-        """Load the checkpoint in directory `model`. `mode` is "", "compile" or "autocast"; without it weights are held in `dtype`.
+        """Load the checkpoint in directory `model`. `mode` is "", "compile" or "autocast"; but for the last, weights
+        are held in `dtype`.
 
         Raises UsageError if transformers cannot load it.
         """

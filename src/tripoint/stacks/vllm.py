@@ -11,7 +11,9 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -119,21 +121,23 @@ class VllmStack(Stack):
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         self.weights_complete = False
-        # vLLM would say nothing of weights that were left out, and stop half-way at one it does not know.
-        tensors: dict[str, torch.Tensor] = {}
-        for name, tensor in weights:
-            if name == "lm_head.weight" and self._tied:
-                continue
-            if name not in self._shapes:
-                raise MeasurementError(f"stack `{self.name}`: the model has no weight `{name}`")
-            if self._shapes[name] != tuple(tensor.shape):
-                shapes = f"{tuple(tensor.shape)}, the model's {self._shapes[name]}"
-                raise MeasurementError(f"stack `{self.name}`: weight `{name}` is {shapes}")
-            tensors[name] = tensor.detach().to("cpu", self._dtype).contiguous()
-        if missing := self._shapes.keys() - tensors.keys():
-            raise MeasurementError(f"stack `{self.name}`: {len(missing)} weights were not given, such as `{min(missing)}`")
-        with tempfile.TemporaryDirectory(prefix="tripoint-") as directory:
-            save_file(tensors, Path(directory) / "model.safetensors")
+        given: set[str] = set()
+        # The engine's workers read for themselves, and only when all is there: vLLM would say nothing of weights that were left
+        # out, and stop half-way at one it does not know.
+        with tempfile.TemporaryDirectory(prefix="tripoint-weights-", dir=self._memory()) as directory:
+            for name, tensor in weights:
+                if name == "lm_head.weight" and self._tied:
+                    continue
+                if name not in self._shapes:
+                    raise MeasurementError(f"stack `{self.name}`: the model has no weight `{name}`")
+                if self._shapes[name] != tuple(tensor.shape):
+                    shapes = f"{tuple(tensor.shape)}, the model's {self._shapes[name]}"
+                    raise MeasurementError(f"stack `{self.name}`: weight `{name}` is {shapes}")
+                file = Path(directory) / f"{len(given):05}.safetensors"
+                save_file({name: tensor.detach().to("cpu", self._dtype).contiguous()}, file)
+                given.add(name)
+            if missing := self._shapes.keys() - given:
+                raise MeasurementError(f"stack `{self.name}`: {len(missing)} weights were not given, such as `{min(missing)}`")
             self._ask("load_weights", directory=directory)
         self.weights_complete = True
 
@@ -151,6 +155,12 @@ class VllmStack(Stack):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process = None
+
+    def _memory(self) -> Path | None:
+        """Where files live in memory, if all weights find room there; None where they have to go to the disk."""
+        shared = Path("/dev/shm")
+        size = self._dtype.itemsize * sum(math.prod(shape) for shape in self._shapes.values())
+        return shared if shared.is_dir() and shutil.disk_usage(shared).free > 1.1 * size else None
 
     def _check_lengths(self, lengths: Iterable[int]) -> None:
         if (longest := max(lengths, default=0)) > self.max_tokens:
