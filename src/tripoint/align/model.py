@@ -85,7 +85,7 @@ def align_model(model: nn.Module, to: str | Path | RoundingSchedule) -> Alignmen
     before = _schedule_before(decoders[0])
     sites: list[AlignedSite] = []
     notes: list[str] = []
-    if _compiled(model):
+    if _compiled(model) and aligned(decoders[0].rotary) is None:
         notes.append(
             "the model was compiled: what is given as before is its uncompiled code's, of which a compiler drops roundings"
         )
