@@ -22,6 +22,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig
 
 from tripoint.cli import main
+from tripoint.drift.dither import read_weights
 from tripoint.errors import MeasurementError
 from tripoint.rl import families
 from tripoint.rl.config import TrainConfig
@@ -29,6 +30,7 @@ from tripoint.rl.policy import build_policy, fsdp2_policy
 from tripoint.rl.records import WATCHED, RunDirectory
 from tripoint.rl.runs import train_one
 from tripoint.rl.sync import WeightSync
+from tripoint.rl.watch import systematic
 from tripoint.schedule import RoundingSchedule
 from tripoint.stacks.emulated import EmulatedStack
 from tripoint.stacks.rollouts import read_rollouts
@@ -69,22 +71,34 @@ def model() -> Path:
 # -- arms -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_run_records_every_step_whole(tmp_path: Path) -> None:
-    steps = run(tmp_path, arm="none", watch_every=2, prompts=2)
+STOCK: dict[str, Any] = {"arm": "none", "watch_every": 2}
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Where a run of the stock trainer was made."""
+    out = tmp_path_factory.mktemp("stock")
+    train_one(TrainConfig(**settings(out, **STOCK)))
+    return out
+
+
+def test_a_run_records_every_step_whole(stock: Path) -> None:
+    records = RunDirectory(stock / "none-seed0", TrainConfig(**settings(stock, **STOCK)))
+    steps = records.steps()
     assert [step["step"] for step in steps] == [1, 2]
     measured = {name for name, value in steps[0].items() if value is not None}
     assert {"reward", "entropy", "grad_norm", "length", "k1", "k3", "ess", "max_ratio", "weights", "seconds"} <= measured
     assert steps[0]["weights"] != steps[1]["weights"]
 
-    about = RunDirectory(tmp_path / "none-seed0", TrainConfig(**settings(tmp_path, watch_every=2, prompts=2))).about
+    about = records.about
     assert about["fingerprints"]["engine"]["code"] == ENGINE
     assert about["fingerprints"]["trainer"]["code"] == "R1 S1 N1"
     assert about["target"] == ENGINE
     assert set(about["sessions"][0]["versions"]) >= {"torch", "transformers", "trl"}
 
     # The engine's own samples, as `tripoint drift --engine rollouts:FILE` reads them.
-    rollouts = list(read_rollouts(tmp_path / "none-seed0" / "rollouts" / "000001.parquet", vocab_size=33))
-    assert len(rollouts) == 8
+    rollouts = list(read_rollouts(stock / "none-seed0" / "rollouts" / "000001.parquet", vocab_size=33))
+    assert len(rollouts) == 16
     assert sum(len(rollout.completion_ids) for rollout in rollouts) == steps[0]["tokens"]
     # The stock trainer differs from the engine, and at the second step it was measured how.
     assert steps[0]["k3"] > 1e-7
@@ -92,6 +106,15 @@ def test_a_run_records_every_step_whole(tmp_path: Path) -> None:
     assert {name for name in WATCHED if name not in ("overflows", "loss_scale") and steps[1][name] is None} == set()
     assert steps[1]["systematic_stderr"] > 0
     assert steps[1]["gradient_bias"] > 0
+
+
+def test_without_a_gradient_there_is_no_bias_to_measure(model: Path) -> None:
+    schedule = RoundingSchedule.parse("R1 S1 N1")
+    with EmulatedStack(model, target=ENGINE) as engine:
+        prompts = [[17, 18, 16], [19, 17, 16]] * 4
+        rollouts = engine.sample(prompts, max_tokens=8, seed=0)
+        measured = systematic(engine, model, read_weights(model), schedule, rollouts, [0.0] * 8, seed=0)
+    assert set(measured) == {"systematic_rms", "systematic_variance", "systematic_stderr"}
 
 
 @pytest.mark.parametrize("weights", ["fp32-masters", "bf16"])
@@ -140,9 +163,9 @@ def test_an_fp32_trainer_differs_from_the_engine_by_the_engines_roundings(tmp_pa
     assert all(step["k3"] > 1e-7 for step in run(tmp_path, arm="fp32-trainer"))
 
 
-def test_corrections_are_trls(tmp_path: Path) -> None:
+def test_corrections_are_trls(stock: Path, tmp_path: Path) -> None:
     """Ratios near 1, truncated at 0.5, halve every token's gradient."""
-    plain = run(tmp_path / "plain", steps=1)
+    plain = RunDirectory(stock / "none-seed0", TrainConfig(**settings(stock, **STOCK))).steps()
     halved = run(tmp_path / "halved", steps=1, arm="tis", grpo={"vllm_importance_sampling_clip_max": 0.5})
     masked = run(tmp_path / "masked", steps=1, arm="mis", grpo={"vllm_importance_sampling_clip_max": 0.5})
     assert halved[0]["reward"] == plain[0]["reward"]
@@ -304,10 +327,9 @@ def test_a_killed_run_resumes_and_records_every_step_once_as_if_nothing_had_happ
     assert what_happened(records.steps()) == what_happened(uninterrupted)
 
 
-def test_a_complete_run_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = run(tmp_path)
+def test_a_complete_run_is_not_made_again(stock: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tripoint.rl.grpo.open_stack", None)
-    assert run(tmp_path) == first
+    assert len(run(stock, **STOCK)) == 2
 
 
 # -- several runs -----------------------------------------------------------------------------------------------------

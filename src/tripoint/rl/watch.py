@@ -45,6 +45,8 @@ def systematic(
 ) -> dict[str, float]:
     """Systematic drift and gradient bias on `rollouts` with their `advantages`, at the `weights` that `engine` holds.
 
+    Where all advantages are zero there is no gradient, and no bias among the results.
+
     `weights`: by name, untied, as are those of the checkpoint in directory `model`, which `engine` runs. `schedule`: the
     trainer's. The columns are described in `tripoint.rl.records`. The engine ends as it was.
     """
@@ -52,13 +54,15 @@ def systematic(
     with EmulatedStack(model, target=str(schedule)) as trainer:
         trainer.load_weights(weights.items())
         found = measure_systematic(engine, trainer, dithering, None, full=False, replicates=REPLICATES, seed=seed)
-        bias = gradient_bias(trainer, found.scores["engine"], dithering, advantages, seeds(seed, "bias", REPLICATES)).total
-    variance = found.total.value
-    return {
-        "systematic_rms": float(np.sqrt(max(variance, 0.0))),
-        "systematic_variance": variance,
-        "systematic_stderr": found.total.stderr,
-        "gradient_bias": bias.one_step,
-        "gradient_bias_systematic": bias.systematic,
-        "gradient_bias_stderr": bias.stderr,
-    }
+        variance = found.total.value
+        measured = {
+            "systematic_rms": float(np.sqrt(max(variance, 0.0))),
+            "systematic_variance": variance,
+            "systematic_stderr": found.total.stderr,
+        }
+        if any(advantages):
+            bias = gradient_bias(trainer, found.scores["engine"], dithering, advantages, seeds(seed, "bias", REPLICATES)).total
+            measured["gradient_bias"] = bias.one_step
+            measured["gradient_bias_systematic"] = bias.systematic
+            measured["gradient_bias_stderr"] = bias.stderr
+    return measured
