@@ -1,15 +1,20 @@
 """A server that somebody else runs: `http://host:port`, OpenAI-compatible completions (vLLM, SGLang, ...).
 
 Prompts are sent as token ids, so no tokenizer of the server's is in the way. Its weights cannot be replaced from here, and
-what it does with a request (batching, a token in front, processed log-probabilities) is its own business.
+what it does with a request (batching, a token in front, processed log-probabilities) is its own business. A server that wants
+an API key gets the environment's `OPENAI_API_KEY`.
 """
 
 from __future__ import annotations
 
+import json
 import math
+import os
 import time
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +35,29 @@ class HttpStack(Stack):
     """A running server that holds the checkpoint in directory `model`."""
 
     def __init__(self, url: str, model: Path) -> None:
-        """Find the model that the server at `url` serves. Raises MeasurementError if it does not answer."""
+        """Find the model among those that the server at `url` serves: the one of the directory's name, else the only one.
+
+        Raises MeasurementError if the server does not answer, UsageError if it serves several models of other names, wants
+        another API key, or is not OpenAI-compatible.
+        """
         self.name = url
-        self.url = url.rstrip("/").removesuffix("/v1")
+        self.url = _base(url)
         self.vocab_size = vocab_size(model)
         self._tokenizer_dir = model
-        self._ids: dict[str, int] | None = None
-        self._client = httpx.Client(timeout=TIMEOUT)
+        self._client = _client()
         served = served_models(self.url, self._client)
         if not served:
-            raise MeasurementError(f"no server answers at {self.url}/v1/models: is it running, and is this its address?")
-        self.served = served[0]["id"]
+            raise MeasurementError(
+                f"no server answers at {self.url}/v1/models, or it serves no model: is it running, and is this its address?"
+            )
+        found = _called(model, served) or served
+        # Several names of one model (vLLM's `--served-model-name a b`) have one root.
+        if len(set(found.values())) > 1:
+            raise UsageError(
+                f"{url} serves {', '.join(found)}: which of them is `{model}`? Have it serve that one alone, "
+                f"or under the name `{model.name}`"
+            )
+        self.served = next(iter(found))
 
     def sample(
         self,
@@ -53,26 +70,24 @@ class HttpStack(Stack):
     ) -> list[Rollout]:
         self._check(prompts)
         if temperature == 0:  # nothing random: one request, one batch for the server
-            choices = self._complete([list(p) for p in prompts], max_tokens=max_tokens, temperature=0.0, logprobs=0)
+            answers = self._complete([list(p) for p in prompts], max_tokens=max_tokens, temperature=0.0)
             if progress:
                 progress(len(prompts))
         else:
 
-            def one(index: int) -> dict[str, Any]:
-                options = {"max_tokens": max_tokens, "temperature": temperature, "logprobs": 0, "seed": seed + index}
-                (choice,) = self._complete([list(prompts[index])], **options)
+            def one(index: int) -> tuple[list[str], list[float]]:
+                prompt = [list(prompts[index])]
+                (answer,) = self._complete(prompt, max_tokens=max_tokens, temperature=temperature, seed=seed + index)
                 if progress:
                     progress(1)
-                return choice
+                return answer
 
             with ThreadPoolExecutor(CONCURRENT) as pool:
-                choices = list(pool.map(one, range(len(prompts))))
-        rollouts = []
-        for prompt, choice in zip(prompts, choices, strict=True):
-            found = choice["logprobs"]
-            ids = tuple(self._token_id(token) for token in found["tokens"])
-            rollouts.append(Rollout(tuple(prompt), ids, tuple(map(float, found["token_logprobs"]))))
-        return rollouts
+                answers = list(pool.map(one, range(len(prompts))))
+        return [
+            Rollout(tuple(prompt), tuple(map(self._token_id, tokens)), tuple(logprobs))
+            for prompt, (tokens, logprobs) in zip(prompts, answers, strict=True)
+        ]
 
     def score(self, rollouts: Sequence[Rollout], *, progress: Progress | None = None) -> list[list[float]]:
         sequences = [[*rollout.prompt_ids, *rollout.completion_ids] for rollout in rollouts]
@@ -80,13 +95,16 @@ class HttpStack(Stack):
 
         def one(index: int) -> list[float]:
             ids, asked = sequences[index], len(rollouts[index].completion_ids)
-            (choice,) = self._complete([ids], max_tokens=1, temperature=0.0, logprobs=0, echo=True)
-            echoed = choice["logprobs"]["token_logprobs"]
-            if len(echoed) < len(ids):
+            ((tokens, logprobs),) = self._complete([ids], max_tokens=1, temperature=0.0, echo=True)
+            if len(tokens) < len(ids):
                 raise MeasurementError(f"{self.name} does not echo the log-probabilities of prompts, so it cannot score tokens")
+            if len(tokens) > len(ids) + 1:  # then which logprob is whose?
+                raise MeasurementError(
+                    f"{self.name} echoes {len(tokens) - 1} tokens of a prompt of {len(ids)}: it adds its own"
+                )
             if progress:
                 progress(1)
-            return [float(logprob) for logprob in echoed[len(ids) - asked : len(ids)]]
+            return logprobs[len(ids) - asked : len(ids)]
 
         with ThreadPoolExecutor(CONCURRENT) as pool:
             return list(pool.map(one, range(len(rollouts))))
@@ -107,63 +125,119 @@ class HttpStack(Stack):
     def close(self) -> None:
         self._client.close()
 
-    def _complete(self, prompts: list[list[int]], **options: Any) -> list[dict[str, Any]]:
-        """The choices for `prompts`, in their order. Raises MeasurementError with the server's own words if it refuses."""
+    def _complete(self, prompts: list[list[int]], *, echo: bool = False, **options: Any) -> list[tuple[list[str], list[float]]]:
+        """The tokens, as the server writes them, and the logprobs (nats) that answer each of `prompts`, in their order.
+
+        With `echo` the prompt's come first, and NaN is the logprob of the first token, which nothing precedes. Raises
+        MeasurementError with the server's own words if it refuses or sends anything else.
+        """
         # vLLM then writes tokens as `token_id:N`; servers that do not know the field write them as text.
-        body = {"model": self.served, "prompt": prompts, "return_tokens_as_token_ids": True, **RAW, **options}
+        wanted = {"logprobs": 0, "return_tokens_as_token_ids": True}
+        body = {"model": self.served, "prompt": prompts, "echo": echo, **wanted, **RAW, **options}
         try:
             answer = self._client.post(f"{self.url}/v1/completions", json=body)
         except httpx.HTTPError as error:
             raise MeasurementError(f"{self.name} died or does not answer: {error or type(error).__name__}") from error
+        said = " ".join(answer.text.split())[:300]
         if answer.status_code != 200:
-            said = " ".join(answer.text.split())[:300]
             raise MeasurementError(f"{self.name} refused with HTTP {answer.status_code}: {said}")
-        choices: list[dict[str, Any]] = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
-        if len(choices) != len(prompts) or any(not choice.get("logprobs") for choice in choices):
+        try:
+            choices = sorted(answer.json()["choices"], key=lambda choice: choice["index"])
+            if [choice["index"] for choice in choices] != list(range(len(prompts))):
+                raise ValueError("not one completion for each prompt")
+            return [_tokens_and_logprobs(choice["logprobs"], echo) for choice in choices]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise MeasurementError(
-                f"{self.name} sent {len(choices)} answers to {len(prompts)} prompts, or no log-probabilities"
-            )
-        return choices
+                f"{self.name} did not send a completion with the log-probability of each token for each prompt, but: {said}"
+            ) from error
 
     def _token_id(self, token: str) -> int:
-        if token.startswith(_TOKEN_ID):
-            return int(token.removeprefix(_TOKEN_ID))
-        if self._ids is None:
-            from transformers import AutoTokenizer
+        number = token.removeprefix(_TOKEN_ID)
+        if number != token and number.isdecimal():
+            return int(number)
+        found = self._ids_of_text.get(token, [])
+        if len(found) != 1:
+            raise MeasurementError(
+                f"{self.name} answers in text, and {token!r} is the text of {len(found) or 'no'} tokens of the checkpoint's "
+                "tokenizer: it takes a server that knows `return_tokens_as_token_ids`, such as vLLM"
+            )
+        return found[0]
 
-            self._ids = AutoTokenizer.from_pretrained(self._tokenizer_dir).get_vocab()
-        if (found := self._ids.get(token, self._ids.get(token.strip()))) is None:
-            raise MeasurementError(f"{self.name} answers in text, and {token!r} is not one token of the model's tokenizer")
-        return found
+    @cached_property
+    def _ids_of_text(self) -> dict[str, list[int]]:
+        """The token ids that each text may stand for."""
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_dir)
+        except (OSError, ValueError) as error:
+            raise MeasurementError(
+                f"{self.name} answers in text, and there is no tokenizer in `{self._tokenizer_dir}` to read it with"
+            ) from error
+        ids: defaultdict[str, list[int]] = defaultdict(list)
+        for i in tokenizer.get_vocab().values():
+            ids[str(tokenizer.decode([i]))].append(i)
+        if not any(text.startswith(" ") for text in ids):
+            # Whole words, as in a canary: a space in front is no part of the token, but where a server put words together.
+            ids |= {f" {text}": found for text, found in ids.items()}
+        return dict(ids)
 
 
-def served_models(url: str, client: httpx.Client) -> list[dict[str, Any]]:
-    """What the server at `url` lists, nothing if it does not answer. Raises UsageError if it is not OpenAI-compatible."""
+def _tokens_and_logprobs(sent: Any, echo: bool) -> tuple[list[str], list[float]]:
+    """`logprobs` of one choice. Raises ValueError, KeyError, TypeError or AttributeError if it is anything else."""
+    tokens, logprobs = list(sent["tokens"]), list(sent["token_logprobs"])
+    if echo and logprobs and logprobs[0] is None:
+        logprobs[0] = math.nan
+    if not tokens or len(tokens) != len(logprobs) or not all(isinstance(token, str) for token in tokens):
+        raise ValueError("no tokens, or not one log-probability for each")
+    return tokens, [float(logprob) for logprob in logprobs]
+
+
+def _base(url: str) -> str:
+    return url.rstrip("/").removesuffix("/v1")
+
+
+def _client() -> httpx.Client:
+    key = os.environ.get("OPENAI_API_KEY")
+    return httpx.Client(timeout=TIMEOUT, headers={"Authorization": f"Bearer {key}"} if key else {})
+
+
+def served_models(url: str, client: httpx.Client) -> dict[str, str]:
+    """The models that the server at `url` lists, by id, with what each was loaded from; none if it does not answer.
+
+    Raises UsageError if it wants another API key or is not OpenAI-compatible.
+    """
     try:
         answer = client.get(f"{url}/v1/models", timeout=5.0)
-        models = answer.json()["data"] if answer.status_code == 200 else None
+        if answer.status_code in (401, 403):
+            raise UsageError(
+                f"{url} wants an API key (HTTP {answer.status_code}): "
+                "set the environment variable OPENAI_API_KEY to one that it accepts"
+            )
+        if answer.status_code == 200:
+            return {str(model["id"]): str(model.get("root") or model["id"]) for model in answer.json()["data"]}
     except (httpx.TransportError, httpx.InvalidURL):
-        return []
-    except (ValueError, KeyError, TypeError):
-        models = None
-    if models is None:
-        raise UsageError(f"{url} answers, but not as an OpenAI-compatible server: GET {url}/v1/models failed")
-    return list(models)
+        return {}
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError):
+        pass
+    raise UsageError(f"{url} answers, but not as an OpenAI-compatible server: GET {url}/v1/models failed")
+
+
+def _called(directory: Path, served: dict[str, str]) -> dict[str, str]:
+    """Those of the `served` models that are called as the checkpoint in `directory` is, wherever the server keeps its copy."""
+    return {name: root for name, root in served.items() if directory.name in (Path(name).name, Path(root).name)}
 
 
 def wait_for(url: str, directory: Path, seconds: float = math.inf) -> None:
     """Return when the server at `url` serves the checkpoint in `directory` (or a copy of it, by the directory's name).
 
-    Raises MeasurementError after `seconds` without it.
+    Raises MeasurementError after `seconds` without it, and UsageError as `served_models` does.
     """
-    url = url.rstrip("/").removesuffix("/v1")
+    url = _base(url)
     deadline = time.monotonic() + seconds
-    with httpx.Client() as client:
-        while True:
-            names = [str(model.get(key)) for model in served_models(url, client) for key in ("id", "root")]
-            if any(Path(name).name == directory.name for name in names):
-                return
+    with _client() as client:
+        while not _called(directory, served := served_models(url, client)):
             if time.monotonic() > deadline:
-                serves = f"it serves {names[0]}" if names else "nothing answers there"
+                serves = f"it serves {', '.join(served)}" if served else "nothing answers there"
                 raise MeasurementError(f"{url} did not come to serve the canary in {seconds:.0f} s: {serves}")
             time.sleep(1.0)

@@ -35,9 +35,11 @@ class MlxStack(Stack):
         self.name = "mlx"
         self._mx = mx
         try:
-            self.model, config = load_model(model)
+            self.model, config = load_model(model, lazy=True)
         except (ValueError, FileNotFoundError, KeyError) as error:
             raise UsageError(f"mlx-lm cannot load the checkpoint in `{model}`: {str(error).splitlines()[0]}") from error
+        self.model.set_dtype(mx.bfloat16)  # whatever the file holds, as `load_weights` does
+        mx.eval(self.model.parameters())  # type: ignore[no-untyped-call]
         self.layers = config["num_hidden_layers"]
         self.vocab_size = vocab_size(model)
         self.end_tokens = frozenset(end_tokens(model))
@@ -79,7 +81,7 @@ class MlxStack(Stack):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         mx = self._mx
         self.weights_complete = False
-        given = {name: mx.array(tensor.float().numpy()).astype(mx.bfloat16) for name, tensor in weights}
+        given = {name: mx.array(tensor.float().numpy(force=True)).astype(mx.bfloat16) for name, tensor in weights}
         if hasattr(self.model, "sanitize"):
             given = self.model.sanitize(given)
         try:
