@@ -223,7 +223,7 @@ def find_causes(
     logits = evidence.logits([])
     d = evidence.trainer(logits, readout) - evidence.engine
     # Where noise explains it all, a dozen passes with other settings would find nothing.
-    loud = _k3(d) > expected.k3_limit
+    loud = _k3(d) > FAR_ABOVE * expected.k3_limit
     found: list[tuple[float, Finding]] = []
     for _ in range(MAX_CAUSES):
         best = None

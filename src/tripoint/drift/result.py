@@ -370,7 +370,7 @@ def _sample(engine: Stack, model: Path, wanted: int, seed: int, stage: Stage) ->
     rollouts: list[Rollout] = []
     found = 0
     while found < wanted:
-        batch = prompts[: max(MIN_SEQUENCES, -(-(wanted - found) // length))]
+        batch = prompts[: max(MIN_SEQUENCES - len(rollouts), -(-(wanted - found) // length))]
         with stage(f"sampling from {engine.name}", len(batch)) as progress:
             sampled = engine.sample(batch, max_tokens=length, seed=seed + len(rollouts), progress=progress)
         rollouts += sampled
