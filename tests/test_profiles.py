@@ -15,7 +15,7 @@ import torch
 from packaging.version import Version
 
 from tripoint import RoundingSchedule, UsageError
-from tripoint.profiles import DEVICES, profile_names, resolve_target, stacks
+from tripoint.profiles import DEVICES, Profile, profile_names, resolve_target, stacks
 
 PROFILES = [profile for stack in stacks().values() for profile in stack.profiles]
 
@@ -44,6 +44,14 @@ def refusal(target: str | Path) -> str:
         resolve_target(target)
     assert "\n" not in str(caught.value)
     return str(caught.value)
+
+
+def named(profile: Profile) -> str:
+    """A target that means this profile."""
+    versions = ("0.1", "0.5", "0.19", "0.25", "0.30", "0.32", "1.0", "5.5", "5.19", "99")
+    version = next(v for v in versions if v in profile.versions)
+    tp = next(n for n in (1, 2) if str(n) in profile.tp)
+    return f"{profile.stack}@{version}/{profile.devices[0]}/{profile.mode}/tp{tp}"
 
 
 # -- what is documented -----------------------------------------------------------------------------------------------
@@ -170,6 +178,14 @@ def test_unknown_targets_are_refused_with_the_nearest(installed: dict[str, str],
     assert says in refusal(target)
 
 
+def test_what_a_profile_leaves_open_is_said(installed: dict[str, str]) -> None:
+    assert resolve_target("vllm@0.32/cuda/tp2").detail.endswith("RoPE and SwiGLU taken from tp1: not read for TP > 1.")
+    assert "; note: Only where the all-reduce is fused" in resolve_target("vllm@0.32/cuda/tp2").detail
+    for profile in PROFILES:
+        assert "\n" not in profile.note
+        assert bool(profile.note) == ("note:" in resolve_target(named(profile)).detail)
+
+
 # -- schedules, codes, files ------------------------------------------------------------------------------------------
 
 
@@ -193,6 +209,22 @@ def test_a_fingerprint_file_is_a_target(tmp_path: Path, text: str) -> None:
         target = resolve_target(given)
         assert (target.schedule, target.name) == (meant, str(path))
         assert "measured on vllm:eager" in target.detail
+
+
+def test_a_fingerprint_file_says_at_which_depth_it_was_measured(tmp_path: Path) -> None:
+    """A list of adds speaks of that depth only."""
+    path = tmp_path / "engine.toml"
+    saved = {"stack": "vllm", "schedule": RoundingSchedule.parse("R1 S1 N3 carry=[1,5] qk=both").to_dict()}
+    path.write_text(tomli_w.dumps(saved | {"conditions": {"layers": 6}}))
+    assert resolve_target(path).detail.endswith(", measured on vllm at 6 layers")
+
+
+def test_a_fingerprint_with_gaps_is_no_target(tmp_path: Path) -> None:
+    path = tmp_path / "engine.toml"
+    path.write_text(
+        tomli_w.dumps({"stack": "hf:compile", "schedule": {"carry": "bf16"}, "undetermined": ["rope.table", "carry"]})
+    )
+    assert f"{path}: this fingerprint of hf:compile left rope.table, carry undetermined, so it is no target" in refusal(path)
 
 
 def test_wrong_files_are_refused(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from tripoint.errors import MeasurementError, UsageError
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from tripoint.canary import Fingerprint
+    from tripoint.canary import CanaryShape, Fingerprint
     from tripoint.drift import DriftResult
     from tripoint.profiles import Target
 
@@ -154,15 +154,26 @@ def fingerprint(
     as_json: AsJson = False,
 ) -> None:
     """Ask a stack where it rounds. Exits with 3 if a field could not be determined."""
+    from tripoint.canary import CanaryShape
+    from tripoint.models import resolve_model
     from tripoint.report.fingerprint import render_fingerprint
 
-    found = _fingerprint(stack, like, full_shape, in_place)
+    _check_asked(stack, in_place)
+    if like is None and (full_shape or in_place):
+        raise UsageError(f"{'--full-shape' if full_shape else '--in-place'} needs --like MODEL, the model whose shape is meant")
+    if full_shape and in_place:
+        raise UsageError("--in-place asks in the model's full shape as it is: leave out --full-shape")
     if save is not None:
-        _write(save, found.to_toml())
+        _check_writable(save)
+    model = None if like is None else resolve_model(like, weights=in_place)
+    shape = CanaryShape() if model is None else CanaryShape.like(model, full_shape or in_place)
+    found = _fingerprint(stack, shape, in_place=model if in_place else None)
     if as_json:
         print(json.dumps(found.to_dict(), indent=2))
     else:
         _show(render_fingerprint(found))
+    if save is not None:
+        _write(save, found.to_toml())
     raise typer.Exit(3 if found.schedule is None else 0)
 
 
@@ -170,17 +181,25 @@ def fingerprint(
 def check(
     saved: Annotated[Path, typer.Argument(metavar="F.toml", help="What `fingerprint --save` wrote.")],
     engine: Annotated[str, typer.Option(metavar="STACK", help=f"What is asked: {STACKS}.")],
-    like: Like = None,
-    full_shape: FullShape = False,
-    in_place: InPlace = False,
+    in_place: Annotated[
+        str | None, typer.Option(metavar="MODEL", help="Start the engine on this model, lend it the canary, put its own back.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Ask an engine whether it still rounds as it did. Exits with 1 if a field changed."""
-    from tripoint.canary import Fingerprint
+    """Ask an engine, in the shape of F.toml, whether it still rounds as it did. Exits with 1 if it answers otherwise."""
+    from tripoint.canary import CanaryShape, Fingerprint
+    from tripoint.models import resolve_model
     from tripoint.report.fingerprint import changes, check_dict, render_check
 
+    _check_asked(engine, in_place is not None)
     before = Fingerprint.from_toml(saved)
-    now = _fingerprint(engine, like, full_shape, in_place)
+    model = None if in_place is None else resolve_model(in_place)
+    if model is not None and CanaryShape.like(model, full=True) != before.shape:
+        raise UsageError(
+            f"{saved} was not measured in the full shape of `{in_place}`, so --in-place {in_place} would ask something else: "
+            "give its own model, or save another fingerprint with --in-place"
+        )
+    now = _fingerprint(engine, before.shape, before.seed, model)
     changed = changes(before, now)
     if as_json:
         print(json.dumps(check_dict(before, now, changed), indent=2))
@@ -191,10 +210,13 @@ def check(
 
 @app.command()
 def diff(left: Side, right: Side, as_json: AsJson = False) -> None:
-    """Compare two stacks or schedules field by field. Exits with 1 if they differ."""
+    """Compare two stacks or schedules field by field. Exits with 1 if they differ.
+
+    A stack is asked in the shape of the fingerprint that it is compared with, where that is a file.
+    """
     from tripoint.report.schedules import diff_dict, render_diff
 
-    targets = _measured_or_named(left), _measured_or_named(right)
+    targets = _measured_or_named(left, right)
     found = diff_dict(*targets)
     if as_json:
         print(json.dumps(found, indent=2))
@@ -237,40 +259,54 @@ def train(
     raise typer.Exit(3 if len(complete) < len(configs) else 0)
 
 
-def _measured_or_named(side: str) -> Target:
-    """A target as it is, a stack by its fingerprint."""
+def _measured_or_named(left: str, right: str) -> tuple[Target, Target]:
+    """Targets as they are, stacks by their fingerprints; what is named is looked up before anything is measured."""
+    from tripoint.canary import CanaryShape
+    from tripoint.canary.reading import shape_in
     from tripoint.profiles import Target, resolve_target
     from tripoint.stacks import is_stack
 
-    if not is_stack(side):
-        return resolve_target(side)
-    found = _fingerprint(side, None, False, False)
-    if found.schedule is None:
-        raise MeasurementError(f"stack `{side}`: no known schedule; {'; '.join(found.findings) or 'see tripoint fingerprint'}")
-    return Target(found.schedule, side, f"measured now, {found.seconds:.1f} s")
+    named = {side: resolve_target(side) for side in (left, right) if not is_stack(side)}
+    shapes = [shape_in(Path(side.strip())) for side in named if side.strip().endswith(".toml")]
+    shape = next((shape for shape in shapes if shape is not None), CanaryShape())
+
+    def measured(stack: str) -> Target:
+        _check_asked(stack, in_place=False)
+        found = _fingerprint(stack, shape)
+        if found.schedule is None:
+            raise MeasurementError(
+                f"stack `{stack}`: no known schedule; {'; '.join(found.findings) or 'see tripoint fingerprint'}"
+            )
+        detail = "; ".join([f"measured now at {shape.layers} layers, {found.seconds:.1f} s", *found.findings])
+        return Target(found.schedule, stack, detail)
+
+    first, second = (named.get(side) or measured(side) for side in (left, right))
+    return first, second
 
 
-def _fingerprint(stack: str, like: str | None, full_shape: bool, in_place: bool) -> Fingerprint:
-    """Ask `stack`, saying on stderr what is being waited for."""
-    from tripoint.canary import CanaryShape, fingerprint_in_place, fingerprint_stack
-    from tripoint.models import resolve_model
+def _check_asked(stack: str, in_place: bool) -> None:
+    """Raise UsageError unless `stack` is one that can be asked so."""
+    from tripoint.stacks import parse_stack
+
+    kind = parse_stack(stack).kind
+    if kind == "rollouts":
+        raise UsageError(f"stack `{stack}` is a recording and answers nothing: fingerprint the engine that wrote it")
+    if kind == "http" and in_place:
+        raise UsageError(
+            f"the weights of {stack} cannot be replaced over HTTP: leave out --in-place, and restart it when asked"
+        )
+
+
+def _fingerprint(stack: str, shape: CanaryShape, seed: int = 0, in_place: Path | None = None) -> Fingerprint:
+    """Ask `stack`, saying on stderr what is being waited for: on a checkpoint of ours, or `in_place` of the model in that
+    directory, whose full shape `shape` is."""
+    from tripoint.canary import fingerprint_in_place, fingerprint_stack
     from tripoint.stacks import Stack, open_stack, parse_stack
 
     name = parse_stack(stack)
-    if name.kind == "rollouts":
-        raise UsageError(f"stack `{stack}` is a recording and answers nothing: fingerprint the engine that wrote it")
-    if like is None and (full_shape or in_place):
-        raise UsageError(f"{'--full-shape' if full_shape else '--in-place'} needs --like MODEL, the model whose shape is meant")
-    model = None if like is None else resolve_model(like, weights=in_place)
-    if in_place:
-        if name.kind == "http":
-            raise UsageError(
-                f"the weights of {stack} cannot be replaced over HTTP: leave out --in-place, and restart it when asked"
-            )
-        assert model is not None
-        with open_stack(stack, model) as running:
-            return fingerprint_in_place(running, model)
-    shape = CanaryShape() if model is None else CanaryShape.like(model, full_shape)
+    if in_place is not None:
+        with open_stack(stack, in_place) as running:
+            return fingerprint_in_place(running, in_place, seed)
     _say(f"canary checkpoint of {shape.size / 1e6:,.0f} MB")
 
     def open_on(directory: Path) -> Stack:
@@ -285,7 +321,17 @@ def _fingerprint(stack: str, like: str | None, full_shape: bool, in_place: bool)
             wait_for(name.detail, directory)
         return open_stack(stack, directory)
 
-    return fingerprint_stack(open_on, shape)
+    return fingerprint_stack(open_on, shape, seed)
+
+
+def _check_writable(path: Path) -> None:
+    """Raise UsageError if nothing can be written at `path`, so that this is known before anything is measured."""
+    if path.is_dir():
+        raise UsageError(f"{path}: cannot be written: it is a directory")
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: cannot be written: there is no directory {path.parent}")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UsageError(f"{path}: cannot be written: permission denied")
 
 
 def _write(path: Path, text: str) -> None:

@@ -81,7 +81,7 @@ def stacks() -> dict[str, Stack]:
                     tp=SpecifierSet(profile["tp"]),
                     schedule=RoundingSchedule.parse(profile["schedule"]),
                     source=profile["source"],
-                    note=profile["note"],
+                    note=" ".join(profile["note"].split()),
                 )
                 for profile in entry["profile"]
             ),
@@ -126,11 +126,19 @@ def _from_file(path: Path) -> Target:
         raise UsageError(f"{path}: not a TOML file: {error}") from None
     if "schedule" not in data:
         raise UsageError(f"{path}: no [schedule] table; save a fingerprint with `tripoint fingerprint STACK --save`")
+    if isinstance(left := data.get("undetermined"), list) and left:
+        raise UsageError(
+            f"{path}: this fingerprint of {data.get('stack', 'a stack')} left {', '.join(map(str, left))} undetermined, "
+            "so it is no target; its findings say why"
+        )
     try:
         schedule = RoundingSchedule.from_dict(data["schedule"])
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from None
     origin = f", measured on {data['stack']}" if "stack" in data else ""
+    conditions = data.get("conditions")
+    if origin and isinstance(conditions, dict) and "layers" in conditions:
+        origin += f" at {conditions['layers']} layers"  # of which carry speaks
     return Target(schedule, str(path), f"schedule {schedule} from {path}{origin}")
 
 
@@ -147,7 +155,9 @@ def _from_profile(text: str, stack: Stack) -> Target:
         if profile.versions.contains(version, prereleases=True) and profile.tp.contains(str(tp)):
             chosen = f"{stack.name}@{version}/{device}/{mode}/tp{tp}"
             how = f"version {f'of installed {package}' if package else 'as given'}, device {device_why}"
-            return Target(profile.schedule, text, f"schedule {profile.schedule} of {chosen} ({how}); source: {profile.source}")
+            note = f"; note: {profile.note}" if profile.note else ""
+            detail = f"schedule {profile.schedule} of {chosen} ({how}); source: {profile.source}{note}"
+            return Target(profile.schedule, text, detail)
     ranges = dict.fromkeys(f"{p.versions or 'any'} with tp {p.tp or 'any'}" for p in candidates)
     raise UsageError(
         f"profile {text!r}: {stack.name} {version} with tp {tp} on {device} in mode {mode} is not documented (versions "

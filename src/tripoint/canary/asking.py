@@ -61,8 +61,9 @@ def fingerprint(load: Callable[[str], Any], shape: CanaryShape = CanaryShape(), 
 def fingerprint_in_place(stack: Stack, model: Path, seed: int = 0) -> Fingerprint:
     """Where does a running stack round, in the full shape of the checkpoint in directory `model` that it holds?
 
-    Canary weights go into it through its own weight sync, tensor by tensor, and the model's own back afterwards, however
-    the asking ended. Its log-probabilities prove it: they must be what they were, bit by bit. `seconds` counts all of that.
+    Canary weights, made tensor by tensor, go into it through its own weight sync, and the model's own back afterwards, however
+    the asking ended. No checkpoint outlives the asking: a stack whose sync goes through files (`vllm`) deletes them at once.
+    Its log-probabilities prove that all is as before: they must be what they were, bit by bit. `seconds` counts all of that.
 
     Raises MeasurementError if the stack fails, if its answers are none, or if the model's weights are not back.
     """
@@ -119,6 +120,7 @@ def _finished(
         "intermediate": shape.intermediate,
         "layers": shape.layers,
         "full shape": shape.full,
+        "in place": False,
         "prompts": len(canary.prompts),
         "machine": platform.machine(),
     }

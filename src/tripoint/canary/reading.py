@@ -6,8 +6,10 @@ ones, every one of them; where there is none, the place is unknown, and never ca
 
 from __future__ import annotations
 
+import hashlib
+import json
 import tomllib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -16,6 +18,7 @@ import tomli_w
 
 from tripoint.canary.checkpoint import Canary
 from tripoint.canary.questions import Prompt, Question
+from tripoint.canary.shape import CanaryShape
 from tripoint.errors import UsageError
 from tripoint.schedule import Carry, RoundingSchedule
 
@@ -42,7 +45,8 @@ class Fingerprint:
     `fields` holds what is settled, by dotted name; `schedule` is None unless that is everything and can exist. `undetermined`
     names the other fields. `findings` says, one line each, which places fit no known rounding and what disagreed with itself;
     `notes` what has no effect here. `problem` says why the canary could not be read at all.
-    `answers` are those of each question as a string of `<`, `=`, `>`, and `?` for a token that is no answer.
+    `answers` are those of each question as a string of `<`, `=`, `>`, and `?` for a token that is no answer. `shape` and `seed`
+    are the canary's; `questions` is a digest of what it asked: answers to other questions cannot be compared.
     """
 
     stack: str
@@ -54,6 +58,9 @@ class Fingerprint:
     problem: str | None = None
     answers: tuple[dict[str, str], ...] = ()
     evidence: tuple[dict[str, Any], ...] = ()
+    shape: CanaryShape = field(default_factory=CanaryShape)
+    seed: int = 0
+    questions: str = ""
     conditions: dict[str, Any] = field(default_factory=dict)
     versions: dict[str, str] = field(default_factory=dict)
     seconds: float = 0.0
@@ -76,6 +83,9 @@ class Fingerprint:
             "problem": self.problem,
             "answers": list(self.answers),
             "evidence": list(self.evidence),
+            "shape": self.shape.to_dict(),
+            "seed": self.seed,
+            "questions": self.questions,
             "conditions": self.conditions,
             "versions": self.versions,
             "seconds": round(self.seconds, 1),
@@ -88,14 +98,12 @@ class Fingerprint:
     @classmethod
     def from_toml(cls, path: Path) -> Self:
         """What `to_toml` wrote. Raises UsageError for a file that is none."""
-        try:
-            data = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
-        except ValueError as error:
-            raise UsageError(f"{path}: not a TOML file: {error}") from None
-        if "stack" not in data or "schedule" not in data:
-            raise UsageError(f"{path}: not a fingerprint; save one with `tripoint fingerprint STACK --save`")
+        data = _toml(path)
+        if wrong := [name for name, fits in _ENTRIES.items() if name not in data or not fits(data[name])]:
+            raise UsageError(
+                f"{path}: not a fingerprint (missing or damaged: {', '.join(wrong)}); "
+                "save one with `tripoint fingerprint STACK --save`"
+            )
         complete = "code" in data
         schedule = RoundingSchedule.from_dict(data["schedule"], where=f"{path}: schedule") if complete else None
         return cls(
@@ -107,10 +115,58 @@ class Fingerprint:
             notes=tuple(data["notes"]),
             problem=data.get("problem"),
             answers=tuple(data["answers"]),
+            shape=CanaryShape.from_dict(data["shape"], where=f"{path}: shape"),
+            seed=data["seed"],
+            questions=data["questions"],
             conditions=data["conditions"],
             versions=data["versions"],
             seconds=data["seconds"],
         )
+
+
+def shape_in(path: Path) -> CanaryShape | None:
+    """The shape in which the stack was asked whose fingerprint is in this TOML file; None if it holds a bare schedule.
+
+    Raises UsageError for a file that is damaged.
+    """
+    data = _toml(path)
+    return CanaryShape.from_dict(data["shape"], where=f"{path}: shape") if "shape" in data else None
+
+
+def _toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{path}: not a TOML file: {error}") from None
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
+
+
+def _tables_of_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(
+        isinstance(item, dict) and item.keys() == {"subject", "place", "answers"} and _texts([*item.values()]) for item in value
+    )
+
+
+# What a saved fingerprint holds, and whether a value there can be it.
+_ENTRIES: dict[str, Callable[[Any], bool]] = {
+    "stack": lambda value: isinstance(value, str),
+    "schedule": lambda value: isinstance(value, dict),
+    "undetermined": _texts,
+    "findings": _texts,
+    "notes": _texts,
+    "answers": _tables_of_texts,
+    "shape": lambda value: True,  # which reads itself
+    "seed": lambda value: isinstance(value, int),
+    "questions": lambda value: isinstance(value, str),
+    "conditions": lambda value: isinstance(value, dict),
+    "versions": lambda value: isinstance(value, dict),
+    "seconds": lambda value: isinstance(value, int | float),
+}
 
 
 def read(canary: Canary, observed: Observed, stack: str = "?") -> Fingerprint:
@@ -133,6 +189,9 @@ def read(canary: Canary, observed: Observed, stack: str = "?") -> Fingerprint:
             for q in canary.questions
         ),
         evidence=tuple(_evidence(canary, observed)),
+        shape=canary.shape,
+        seed=canary.seed,
+        questions=_digest(canary),
     )
 
 
@@ -294,10 +353,11 @@ def _nested(fields: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _flat(tables: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The inverse of `_nested`."""
+    """The inverse of `_nested`; a list, as TOML has it, becomes the tuple that a carry is."""
     out: dict[str, Any] = {}
     for key, value in tables.items():
-        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+        leaf = tuple(value) if isinstance(value, list) else value
+        out |= _flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": leaf}
     return out
 
 
@@ -349,6 +409,11 @@ def _problem(canary: Canary, reading: _Reading, tokens: Sequence[Token]) -> str 
             return "the stack sees more tokens than it was sent: switch off what it adds (a BOS token, a template)"
         return "the stack does not see all the tokens it was sent: it drops or replaces some"
     return None
+
+
+def _digest(canary: Canary) -> str:
+    asked = [[q.subject, q.place, [[p.tokens, p.expected] for p in q.prompts]] for q in canary.questions]
+    return hashlib.sha256(json.dumps([canary.shape.to_dict(), asked]).encode()).hexdigest()[:16]
 
 
 def _evidence(canary: Canary, observed: Observed) -> Iterable[dict[str, Any]]:

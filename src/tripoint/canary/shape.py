@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import math
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Self
 
@@ -71,24 +72,35 @@ class CanaryShape:
         """The shape of the checkpoint in directory `model`: of its kernels, or with `full` of all its weights."""
         path = model / "config.json"
         try:
-            return cls.from_config(json.loads(path.read_text()), full)
+            config = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise UsageError(f"`{model}` has no config.json: give the directory of a checkpoint") from None
+        except OSError as error:
+            raise UsageError(f"{path}: cannot be read: {error.strerror}") from None
+        except ValueError as error:
+            raise UsageError(f"{path}: not JSON: {error}") from None
+        if not isinstance(config, dict):
+            raise UsageError(f"{path}: not a model's config: expected an object, found a {type(config).__name__}")
+        return cls.from_config(config, full)
 
     @classmethod
     def from_config(cls, config: dict[str, Any], full: bool = False) -> Self:
         """As `like`, from the contents of a config.json."""
         from transformers import AutoConfig
 
-        architecture = config.get("model_type", "?")
+        architecture = str(config.get("model_type", "?"))
         if architecture not in ARCHITECTURES:
             raise UsageError(
                 f"canary like a {architecture!r} model: no such layout{suggest(architecture, list(ARCHITECTURES))}"
             )
         # transformers knows every default; what follows from the depth it works out again.
-        known: Any = AutoConfig.for_model(
-            **{k: v for k, v in config.items() if k not in ("layer_types", "quantization_config")}
-        )
+        entries = {k: v for k, v in config.items() if k not in ("layer_types", "quantization_config")}
+        try:
+            known: Any = AutoConfig.for_model(**entries)
+        except Exception as error:  # of many types, and of several lines
+            raise UsageError(
+                f"canary like a {architecture} model: its config is refused: {' '.join(str(error).split())}"
+            ) from None
         intermediate = known.intermediate_size
         ends = known.eos_token_id if isinstance(known.eos_token_id, list) else [known.eos_token_id]
         special = {i for i in (known.bos_token_id, known.pad_token_id, *ends) if i is not None}
@@ -104,7 +116,7 @@ class CanaryShape:
             vocab=known.vocab_size if full else VOCABULARY,
             act=known.hidden_act,
             eps=known.rms_norm_eps,
-            rope=dict(known.rope_parameters),
+            rope={key: value for key, value in known.rope_parameters.items() if value is not None},
             max_positions=known.max_position_embeddings,
             attention_bias=bool(getattr(known, "attention_bias", False)),
             mlp_bias=bool(getattr(known, "mlp_bias", False)),
@@ -113,6 +125,30 @@ class CanaryShape:
             reserved=frozenset(special) if full else frozenset(),
             base={key: copy.deepcopy(config[key]) for key in windows if key in config},
         )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Its fields as JSON and TOML hold them: `base` as JSON text, because a null in it means something."""
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {
+            "reserved": sorted(self.reserved),
+            "base": json.dumps(self.base),
+        }
+
+    @classmethod
+    def from_dict(cls, data: Mapping[str, Any], where: str = "shape") -> Self:
+        """Inverse of `to_dict`. Raises UsageError for anything else."""
+        if not isinstance(data, Mapping):
+            raise UsageError(f"{where}: expected a table of sizes, found {data!r}")
+        plain = cls().to_dict()
+        wrong = {name for name in plain.keys() | data.keys() if type(data.get(name)) is not type(plain.get(name))}
+        if "rope" not in wrong and not plain["rope"].keys() <= data["rope"].keys():
+            wrong.add("rope")
+        if wrong:
+            raise UsageError(f"{where}: not as `tripoint fingerprint --save` writes it: {', '.join(sorted(wrong))}")
+        try:
+            read = {"reserved": frozenset(data["reserved"]), "base": dict(json.loads(data["base"]))}
+        except (TypeError, ValueError):
+            raise UsageError(f"{where}: reserved is no list of token ids, or base no JSON object") from None
+        return cls(**{**data, **read})
 
     @property
     def config(self) -> dict[str, Any]:
@@ -187,6 +223,11 @@ class CanaryShape:
         from transformers import AutoConfig
         from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
+        if self.rope["rope_type"] not in ROPE_INIT_FUNCTIONS:
+            raise UsageError(
+                f"canary of shape {self.architecture}: no RoPE type {self.rope['rope_type']!r}"
+                f"{suggest(str(self.rope['rope_type']), list(ROPE_INIT_FUNCTIONS))}"
+            )
         config = AutoConfig.for_model(**self.config)
         inv_freq, scaling = ROPE_INIT_FUNCTIONS[self.rope["rope_type"]](config, device="cpu")
         return Rotary(self.head_dim, None, tuple(inv_freq.float().tolist()), float(scaling))
