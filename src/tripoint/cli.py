@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -377,6 +378,9 @@ def _run(arguments: list[str] | None) -> int:
     except BrokenPipeError:  # the reader of stdout has gone; the interpreter must not try to flush to it at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+    except Exception:  # not what 1 means, that it was measured and does not hold
+        traceback.print_exc()
+        return _fail("this is an error in Tripoint: nothing was measured", 3)
 
 
 def _fail(message: str, code: int) -> int:
