@@ -12,6 +12,7 @@ from tiny import VOCABULARY, counted, tiny
 from tripoint.drift.attribution import (
     Moved,
     attribute,
+    attribute_fields,
     code,
     differing,
     field_moves,
@@ -47,13 +48,15 @@ def random_rollouts(sequences: int) -> list[Rollout]:
 
 
 def measured(
-    model: Path, rollouts: list[Rollout], engine: str, assumed: RoundingSchedule, replicates: int = 12
+    model: Path, rollouts: list[Rollout], engine: str, assumed: RoundingSchedule, replicates: int = 12, fields: bool = False
 ) -> SystematicDrift:
     dithering = Dithering(read_weights(model), rollouts)
     trainer = open_stack("hf", model)
     assert isinstance(trainer, HFStack)
     with open_stack(f"emulated:{engine}", model) as running:
-        return measure_systematic(running, trainer, dithering, (TRAINER, assumed), full=True, replicates=replicates)
+        return measure_systematic(
+            running, trainer, dithering, (TRAINER, assumed), full=True, fields=fields, replicates=replicates
+        )
 
 
 def test_combinations_are_of_the_operations_that_differ() -> None:
@@ -171,9 +174,46 @@ def test_local_errors_grow_from_the_operation_that_moves(model: Path, rollouts: 
 
 
 def test_fields_move_one_at_a_time_where_they_can() -> None:
-    moves, impossible = field_moves(TRAINER, RoundingSchedule.parse("R4 S3 N3 carry=layer"))
+    moves = field_moves(TRAINER, RoundingSchedule.parse("R4 S3 N3 carry=layer"))
     assert str(moves["swiglu.silu_round"]) == "R1 S3 N1"
     assert str(moves["norm.final.norm_round"]) == "R1 S1 N1 N.final=N2"
     # A table in FP32 under BF16 products, and a residual carried past a norm that rounds it.
-    assert {"rope.table", "carry"} <= set(impossible)
-    assert set(moves) & set(impossible) == set()
+    assert {"rope.table", "carry"}.isdisjoint(moves)
+
+
+def test_known_parts_of_fields_are_found() -> None:
+    rng = np.random.default_rng(0)
+    compute, silu = (size * rng.normal(size=400) for size in (0.02, 0.04))
+
+    def stack(mean: np.ndarray[tuple[int], np.dtype[np.float64]]) -> Replicates:
+        return Replicates(mean + 0.01 * rng.normal(size=(16, 400)), (20,) * 20)
+
+    schedules = TRAINER, RoundingSchedule.parse("R4 S3 N1")
+    moved = {"rope.compute": stack(silu), "swiglu.silu_round": stack(compute)}
+    found = attribute_fields(stack(np.zeros(400)), stack(compute + silu), moved, schedules, np.ones(400, bool))
+    assert [(part.field, part.op, part.before, part.after) for part in found] == [
+        ("rope.table", "rope", "bf16", "fp32"),
+        ("rope.compute", "rope", "bf16", "fp32"),
+        ("swiglu.silu_round", "swiglu", "true", "false"),
+    ]
+    assert found[0].moved_alone is None
+    overlap = 2 * float((compute * silu).mean())
+    for part, own in zip(found[1:], (compute, silu), strict=True):
+        assert part.moved_alone is not None
+        assert part.moved_alone.value == pytest.approx(float((own**2).mean()) + overlap, abs=3 * part.moved_alone.stderr)
+        assert part.moved_alone.value > 5 * part.moved_alone.stderr
+
+
+def test_fields_are_measured_where_asked(model: Path, rollouts: list[Rollout]) -> None:
+    assumed = RoundingSchedule.parse("R4 S3 N1")
+    result = measured(model, rollouts[:8], "R4 S3 N1", assumed, replicates=4, fields=True)
+    assert result.attribution is not None
+    assert result.fields is not None
+    alone = {part.field: part.moved_alone for part in result.fields}
+    assert list(alone) == ["rope.table", "rope.compute", "swiglu.silu_round"]
+    assert alone["rope.table"] is None
+    assert alone["rope.compute"] is not None
+    # The only field of its operation: the same passes, so that the two rows agree.
+    assert alone["swiglu.silu_round"] == result.attribution.sites[1].moved_alone
+    # As without fields, and rope.compute: 2 K of the trainer, K each of the odd schedule, of three moves, permuted, and it.
+    assert result.passes["trainer"] == 4 * (2 + 1 + 3 + 1 + 1)

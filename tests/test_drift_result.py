@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from tiny import tiny
 from tripoint.drift.result import DriftResult, measure_drift
 from tripoint.errors import UsageError
+from tripoint.report.drift import render
 from tripoint.stacks import open_stack
 
 KEYS = [
@@ -35,8 +38,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
+def shown(result: DriftResult, *, detailed: bool = False) -> str:
+    with (console := Console(width=120)).capture() as written:
+        console.print(render(result, detailed=detailed))
+    return written.get()
+
+
 def measured(model: Path, engine: str, **options: object) -> DriftResult:
-    return measure_drift(str(model), engine, tokens=800, replicates=6, **options)  # type: ignore[arg-type]
+    return measure_drift(str(model), engine, **{"tokens": 800, "replicates": 6} | options)  # type: ignore[arg-type]
 
 
 def test_the_json_is_the_documented_one(model: Path) -> None:
@@ -60,6 +69,22 @@ def test_quick_attributes_nothing_and_says_why(model: Path) -> None:
     quick = measured(model, "emulated:R3 S3 N3", to="R3 S3 N3", quick=True)
     assert "quick" in str(quick.withheld)
     assert quick.systematic.aligned is not None
+
+
+def test_fields_are_in_the_json_and_in_the_table_where_asked(model: Path) -> None:
+    result = measured(model, "emulated:R4 S1 N1", to="R4 S1 N1", fields=True)
+    out = json.loads(json.dumps(result.to_json(), allow_nan=False))
+    assert list(out) == [*KEYS, "fields"]
+    rows = [(row["field"], row["from"], row["to"]) for row in out["fields"]]
+    assert rows == [("rope.table", "bf16", "fp32"), ("rope.compute", "bf16", "fp32")]
+    assert (out["fields"][0]["variance"], out["fields"][0]["stderr"]) == (None, None)
+    assert out["fields"][1]["stderr"] > 0
+    rope, table, compute, *_ = [line[1:] for line in shown(result).splitlines() if "→" in line]
+    assert rope.startswith("  rope R1 → R4")
+    assert re.fullmatch(r"    table bf16 → fp32 +cannot be moved alone *", table)
+    assert re.fullmatch(r"    compute bf16 → fp32 .*±.* moved alone *", compute)
+    with pytest.raises(UsageError, match="--fields"):
+        measured(model, "emulated:R4 S1 N1", fields=True, quick=True)
 
 
 def test_recorded_rollouts_give_a_bound_and_a_finding_withholds(model: Path, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from tripoint.align.layouts import find_decoders
 from tripoint.drift.dither import Replicates
 from tripoint.drift.estimate import MIN_SEQUENCES, Estimate, Systematic
 from tripoint.errors import UsageError
-from tripoint.schedule import OPS, Op, RoundingSchedule, diff
+from tripoint.schedule import OPS, Op, RoundingSchedule, diff, value_text
 
 Moved = tuple[Op, ...]
 """The operations that were moved from the trainer's schedule to the engine's, in the order of `OPS`."""
@@ -56,6 +56,20 @@ class Bin:
     tokens: int
     total: Estimate | None
     moved_alone: dict[Op, Estimate]
+
+
+@dataclass(frozen=True)
+class FieldPart:
+    """The part of one field, by its name in the schedule's TOML, in nats squared: what moving it alone removes.
+
+    `moved_alone` is None where it cannot be moved alone, because no schedule has its new value next to the others' old ones.
+    """
+
+    field: str
+    op: Op
+    before: str
+    after: str
+    moved_alone: Estimate | None
 
 
 @dataclass(frozen=True)
@@ -125,6 +139,32 @@ def attribute(
     )
 
 
+def attribute_fields(
+    engine: Replicates,
+    trainer: Replicates,
+    moved: Mapping[str, Replicates],
+    schedules: tuple[RoundingSchedule, RoundingSchedule],
+    steady: NDArray[np.bool_],
+    *,
+    seed: int = 0,
+) -> tuple[FieldPart, ...]:
+    """Every field in which the trainer's and the engine's `schedules` differ, with what moving it alone removes.
+
+    `moved`: the trainer's replicates with one field moved, by field (see `field_moves`); `trainer`: with none.
+    """
+    joint = Systematic(engine, {"nothing": trainer, **moved}, tokens=steady, seed=seed)
+    return tuple(
+        FieldPart(
+            difference.field,
+            difference.op,
+            value_text(difference.left),
+            value_text(difference.right),
+            joint.combine(_minus("nothing", difference.field)) if difference.field in moved else None,
+        )
+        for difference in diff(*schedules)
+    )
+
+
 @dataclass(frozen=True)
 class Fit:
     """How well a candidate schedule of the engine fits: its variance against the engine, and by how much that is above the
@@ -167,9 +207,9 @@ def code(schedule: RoundingSchedule, op: Op) -> str:
     return " ".join(word for word in words if word[0] == "N" or word.startswith(("carry", "qk")))
 
 
-def field_moves(trainer: RoundingSchedule, engine: RoundingSchedule) -> tuple[dict[str, RoundingSchedule], list[str]]:
-    """`trainer` with one field moved to `engine`'s value, by field; and the fields that cannot be moved alone."""
-    moves, impossible = {}, []
+def field_moves(trainer: RoundingSchedule, engine: RoundingSchedule) -> dict[str, RoundingSchedule]:
+    """`trainer` with one field moved to `engine`'s value, by field; without the fields that cannot be moved alone."""
+    moves = {}
     for difference in diff(trainer, engine):
         moved = trainer.to_dict()
         *parents, field = difference.field.split(".")
@@ -180,8 +220,8 @@ def field_moves(trainer: RoundingSchedule, engine: RoundingSchedule) -> tuple[di
         try:
             moves[difference.field] = RoundingSchedule.from_dict(moved)
         except UsageError:
-            impossible.append(difference.field)
-    return moves, impossible
+            continue
+    return moves
 
 
 def _without(whole: Moved, op: Op) -> Moved:

@@ -22,7 +22,7 @@ import torch
 from tripoint.align import align
 from tripoint.align.layouts import find_decoders
 from tripoint.align.model import Alignment
-from tripoint.drift.attribution import Site
+from tripoint.drift.attribution import FieldPart, Site
 from tripoint.drift.dither import Dithering, Replicates, read_weights, seeds, untied
 from tripoint.drift.estimate import Estimate
 from tripoint.drift.expectation import NoiseOnly, noise_only
@@ -103,10 +103,10 @@ class DriftResult:
     seconds: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
-        """The JSON of `drift`, keys as in the documentation; variances in nats squared."""
+        """The JSON of `drift`, keys as in the documentation; variances in nats squared. `fields` is there if asked for."""
         result = self.systematic
         attribution = result.attribution
-        return {
+        out = {
             "tokens": result.tokens,
             "sequences": result.sequences,
             "replicates": result.replicates,
@@ -122,6 +122,7 @@ class DriftResult:
             "control": _variance(result.controls.zero),
             "findings": [finding.to_dict() for finding in self.findings],
         }
+        return out if result.fields is None else out | {"fields": [_field(part) for part in result.fields]}
 
     def to_report(self) -> dict[str, Any]:
         """The JSON of `diagnose`: that of `drift`, and everything else that is in the report."""
@@ -175,6 +176,7 @@ def measure_drift(
     to: str | None = None,
     tokens: int | None = None,
     quick: bool = False,
+    fields: bool = False,
     replicates: int | None = None,
     seed: int = 0,
     stage: Stage = unwatched,
@@ -185,9 +187,12 @@ def measure_drift(
     `model`: a directory, a hub id, or `smollm2`. `engine`, `trainer`: STACKs; the engine may be `rollouts:FILE`. `to`: how the
     engine rounds, as a target; by default what is documented for it (`emulated:X`: X), and where nothing is, nothing is
     attributed. `tokens`: about how many neutral tokens, or recorded ones; by default `NEUTRAL_TOKENS`. `quick`: without
-    attribution. `replicates`: of each stack; by default as many as `QUICK_SECONDS` or `FULL_SECONDS` allow in all. Raises
-    UsageError for bad input and MeasurementError where nothing can be measured.
+    attribution. `fields`: attribution to each field of the operations too. `replicates`: of each stack; by default as many as
+    `QUICK_SECONDS` or `FULL_SECONDS` allow in all. Raises UsageError for bad input and MeasurementError where nothing can be
+    measured.
     """
+    if quick and fields:
+        raise UsageError("--quick leaves out the attribution that --fields asks for: give one of them")
     started = time.monotonic()
     seconds: dict[str, float] = {}
     name, trainer_name = parse_stack(engine), parse_stack(trainer)
@@ -274,6 +279,7 @@ def measure_drift(
             dithering,
             schedules,
             full=withheld is None,
+            fields=fields,
             candidates=_documented(stack) if schedules is None and not findings and not quick else (),
             replicates=replicates,
             budget=max((QUICK_SECONDS if quick else FULL_SECONDS) - (time.monotonic() - started), 1.0),
@@ -393,6 +399,13 @@ def _site(site: Site, removed: Estimate) -> dict[str, Any]:
         "moved_alone": _variance(site.moved_alone),
         "moved_away": _variance(site.moved_away),
     }
+
+
+def _field(part: FieldPart) -> dict[str, Any]:
+    """Variance and error are None for a field that cannot be moved alone."""
+    alone = part.moved_alone
+    moved = _variance(alone) if alone else {"variance": None, "stderr": None}
+    return {"field": part.field, "from": part.before, "to": part.after, **moved}
 
 
 def _number(value: float) -> float | None:

@@ -16,7 +16,19 @@ from numpy.typing import NDArray
 
 from tripoint.align import align
 from tripoint.align.model import Alignment
-from tripoint.drift.attribution import Attribution, Fit, Moved, attribute, differing, fits, name, subsets
+from tripoint.drift.attribution import (
+    Attribution,
+    FieldPart,
+    Fit,
+    Moved,
+    attribute,
+    attribute_fields,
+    differing,
+    field_moves,
+    fits,
+    name,
+    subsets,
+)
 from tripoint.drift.dither import Dithering, How, Replicates, seeds
 from tripoint.drift.estimate import Estimate, Systematic, systematic
 from tripoint.drift.expectation import steady
@@ -85,7 +97,8 @@ class SystematicDrift:
 
     `bound_only`: the engine was a single sample, so that `total` and `aligned` include its noise and only bound the
     systematic variance; their difference does not depend on that. `fits`: the schedules that the trainer was scored under,
-    the one nearest to the engine first; empty unless several were. `passes`: how often the tokens were scored, by the trainer
+    the one nearest to the engine first; empty unless several were. `fields`: the attribution to single fields, None where it
+    was not asked for and empty where nothing was attributed. `passes`: how often the tokens were scored, by the trainer
     and by the engine.
     """
 
@@ -98,6 +111,7 @@ class SystematicDrift:
     aligned: Estimate | None
     removed: Estimate | None
     attribution: Attribution | None
+    fields: tuple[FieldPart, ...] | None
     fits: tuple[Fit, ...]
     ranged: Ranged | None
     controls: Controls
@@ -114,6 +128,7 @@ def measure_systematic(
     schedules: tuple[RoundingSchedule, RoundingSchedule] | None,
     *,
     full: bool,
+    fields: bool = False,
     candidates: Sequence[RoundingSchedule] = (),
     replicates: int | None = None,
     budget: float | None = None,
@@ -123,21 +138,25 @@ def measure_systematic(
     """Measure the systematic drift between `engine` and `trainer` on the tokens of `dithering`.
 
     `schedules`: the trainer's and the engine's, None if the latter is not known. `full`: also attribute it to the
-    operations, and compare dithering with permutation. `candidates`: schedules to be compared by how well they fit an engine of
-    which none is known. `replicates`: how many of each stack; by default as many as the time
-    `budget` (seconds) allows, and that is `QUICK_SECONDS` or `FULL_SECONDS`. `engine` may be one recorded sample.
+    operations, and compare dithering with permutation. `fields`: then to each field as well. `candidates`: schedules to be
+    compared by how well they fit an engine of which none is known. `replicates`: how many of each stack; by default as many as
+    the time `budget` (seconds) allows, and that is `QUICK_SECONDS` or `FULL_SECONDS`. `engine` may be one recorded sample.
 
     The trainer ends as it was. Raises MeasurementError where the tokens are too few.
     """
     recorded = engine if isinstance(engine, Replicates) else None
     whole = differing(*schedules) if schedules else ()
     moves = [moved for moved in subsets(whole) if moved and (full or moved == whole)]
+    alone = field_moves(*schedules) if schedules and full and fields else {}
     both_ways = full and recorded is None
     clock = _Clock()
     if replicates is None:
         budget = budget or (FULL_SECONDS if full else QUICK_SECONDS)
-        # Two halves of the trainer, the odd schedule, every move, and both again when permuted.
-        weights = {"trainer": 3 + len(moves) + len(candidates) + both_ways, "engine": (1 + both_ways) * (recorded is None)}
+        # Two halves of the trainer, the odd schedule, every move (at most), and both again when permuted.
+        weights = {
+            "trainer": 3 + len(moves) + len(alone) + len(candidates) + both_ways,
+            "engine": (1 + both_ways) * (recorded is None),
+        }
         per_replicate = weights["trainer"] * clock.probe("trainer", trainer, dithering)
         if recorded is None:
             per_replicate += weights["engine"] * clock.probe("engine", engine, dithering)  # type: ignore[arg-type]
@@ -162,22 +181,32 @@ def measure_systematic(
         with aligned(trainer, schedules[0].moved(schedules[1], moved)):  # type: ignore[index]
             scores[name(moved)] = score(trainer, "trainer", f"trainer with {name(moved)} moved", replicates)
     ranked = {str(schedules[0].moved(schedules[1], moved)): scores[name(moved)] for moved in moves} if schedules else {}
+    field_scores: dict[str, Replicates] = {}
+    for field_name, schedule in alone.items():
+        if str(schedule) in ranked:  # the only field in which an operation differs
+            field_scores[field_name] = ranked[str(schedule)]
+            continue
+        with aligned(trainer, schedule):
+            field_scores[field_name] = score(trainer, "trainer", f"trainer with {field_name} moved", replicates)
     for candidate in candidates:
         with aligned(trainer, candidate):
             ranked[str(candidate)] = score(trainer, "trainer", f"trainer as {candidate}", replicates)
     with aligned(trainer, odd_schedule(trainer)):
         scores["odd"] = score(trainer, "trainer", "trainer, odd schedule", replicates)
 
-    kept = steady([scores["engine"], scores["trainer"], *(scores[name(moved)] for moved in moves)])
+    kept = steady([scores["engine"], scores["trainer"], *(scores[name(moved)] for moved in moves), *field_scores.values()])
     joint = Systematic(
         scores["engine"], {"nothing": scores["trainer"]} | {name(m): scores[name(m)] for m in moves}, tokens=kept, seed=seed
     )
     halves = [Replicates(scores["trainer"].values[part::2], dithering.lengths) for part in (0, 1)]
     attribution = None
+    field_parts: tuple[FieldPart, ...] | None = () if fields else None
     if full and whole:
         trainers: dict[Moved, Replicates] = {(): scores["trainer"]} | {moved: scores[name(moved)] for moved in moves}
         assert schedules is not None
         attribution = attribute(scores["engine"], trainers, schedules, kept, seed=seed)
+        if fields:
+            field_parts = attribute_fields(scores["engine"], scores["trainer"], field_scores, schedules, kept, seed=seed)
     ranged = None
     if both_ways:
         permuted = systematic(scores["engine, permuted"], scores["trainer, permuted"], tokens=kept, seed=seed)
@@ -195,6 +224,7 @@ def measure_systematic(
         aligned=joint.combine({everything: 1.0}) if everything else None,
         removed=joint.combine({"nothing": 1.0, everything: -1.0}) if everything else None,
         attribution=attribution,
+        fields=field_parts,
         fits=tuple(fits(scores["engine"], ranked, kept, seed=seed)) if full or candidates else (),
         ranged=ranged,
         controls=Controls(

@@ -128,6 +128,12 @@ def _drift_table(result: DriftResult) -> Table:
         for site in found.attribution.sites:
             share = f"{site.share.value:.0%} ± {site.share.stderr:.0%} of what goes, " if _clear(found.removed) else ""
             table.add_row(f"  {site.op} {site.before} → {site.after}", *_cells(site.shapley), share + _alone(site.moved_alone))
+            for part in (part for part in found.fields or () if part.op == site.op):
+                what = f"    {part.field.removeprefix(f'{part.op}.')} {part.before} → {part.after}"
+                if part.moved_alone:
+                    table.add_row(what, *_cells(part.moved_alone), "moved alone")
+                else:
+                    table.add_row(what, "", "", "cannot be moved alone")
         table.add_row("  interaction", *_cells(found.attribution.interaction), "whole less the parts moved alone")
     elif result.withheld:
         table.add_row("  by operation", "", "", result.withheld, style="dim")
