@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tiny import VOCABULARY, tiny
-from tripoint.drift.neutral import MIN_SEQUENCES, neutral_rollouts
+from tripoint.drift.neutral import MIN_SEQUENCES, most_neutral, neutral_rollouts
 from tripoint.errors import UsageError
 from tripoint.models import resolve_model
 
@@ -26,8 +26,13 @@ def test_the_built_in_text_gives_sequences_of_one_length(tokens: int) -> None:
 
 
 def test_more_than_the_text_has_is_refused() -> None:
-    with pytest.raises(UsageError, match="ask for fewer"):
-        neutral_rollouts(resolve_model(None), 49152, 50000)
+    model = resolve_model(None)
+    most = most_neutral(model)
+    rollouts, _ = neutral_rollouts(model, 49152, most)
+    assert sum(len(rollout.completion_ids) for rollout in rollouts) == most
+    for more in (most + 1, 50000):
+        with pytest.raises(UsageError, match="ask for fewer"):
+            neutral_rollouts(model, 49152, more)
 
 
 def test_a_checkpoint_without_a_tokenizer_gets_random_tokens(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -87,6 +88,23 @@ def test_fields_are_in_the_json_and_in_the_table_where_asked(model: Path) -> Non
         measured(model, "emulated:R4 S1 N1", fields=True, quick=True)
 
 
+def test_a_wanted_precision_is_planned_for_and_kept(model: Path) -> None:
+    options: dict[str, Any] = {"tokens": None, "replicates": None, "quick": True}
+    said: list[str] = []
+    result = measured(model, "emulated:R3 S3 N3", precision=1e-4, say=said.append, **options)
+    (sentence,) = said
+    planned = re.match(r"planned (\d+) replicates of about (\d+) tokens, for a standard error of (\S+) nats²$", sentence)
+    assert planned is not None
+    found = result.systematic
+    assert found.replicates == int(planned[1])
+    assert int(planned[2]) <= found.tokens < int(planned[2]) + found.sequences
+    assert float(planned[3]) <= 1e-4
+    assert found.total.stderr == pytest.approx(float(planned[3]), rel=0.5)
+    for refused in ({"precision": 1e-4, "tokens": 800}, {"precision": 1e-4, "replicates": 6}, {"precision": 0.0}):
+        with pytest.raises(UsageError, match="--precision"):
+            measured(model, "emulated:R3 S3 N3", **options | refused)
+
+
 def test_recorded_rollouts_give_a_bound_and_a_finding_withholds(model: Path, tmp_path: Path) -> None:
     with open_stack("emulated:R3 S3 N3", model) as engine:
         prompts = [[3 + i, 4, 5] for i in range(24)]
@@ -109,6 +127,11 @@ def test_recorded_rollouts_give_a_bound_and_a_finding_withholds(model: Path, tmp
     assert result.systematic.bound_only
     assert result.systematic.attribution is not None
     assert result.to_json()["noise_rms"]["engine"] is None
+    said: list[str] = []
+    options: dict[str, Any] = {"tokens": None, "replicates": None, "quick": True}
+    all_there_is = measured(model, f"rollouts:{file}", to="R3 S3 N3", precision=1e-9, say=said.append, **options)
+    assert said[0].endswith("out of reach")
+    assert all_there_is.systematic.tokens == sum(len(rollout.completion_ids) for rollout in rollouts)
     unknown = measured(model, f"rollouts:{file}")
     assert "not known" in str(unknown.withheld)
     assert unknown.to_json()["unexplained"] is None

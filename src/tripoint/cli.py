@@ -12,7 +12,7 @@ import sys
 import traceback
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -53,6 +53,10 @@ Tokens = Annotated[
 Replicates = Annotated[
     int | None,
     typer.Option(min=3, metavar="K", help="How often to score them with each stack. [default: what 5 or 15 minutes allow]"),
+]
+Precision = Annotated[
+    float | None,
+    typer.Option(metavar="NATS2", help="The standard error wanted, in nats squared, in place of --tokens and --replicates."),
 ]
 Quick = Annotated[bool, typer.Option("--quick", help="Leave out which operation it is from: under 5 minutes, not 15.")]
 Fields = Annotated[bool, typer.Option("--fields", help="Also which fields of the operations: doubles the number of passes.")]
@@ -100,6 +104,7 @@ def drift(
     to: To = None,
     tokens: Tokens = None,
     replicates: Replicates = None,
+    precision: Precision = None,
     quick: Quick = False,
     fields: Fields = False,
     as_json: AsJson = False,
@@ -107,7 +112,17 @@ def drift(
     """Measure the drift: how large, how much of it systematic, from which operation. Exits with 3 if a control fails."""
     from tripoint.report.drift import render
 
-    result = _measure(model, engine, trainer, to, tokens, replicates, quick, fields)
+    result = _measure(
+        model,
+        engine,
+        trainer,
+        to=to,
+        tokens=tokens,
+        replicates=replicates,
+        precision=precision,
+        quick=quick,
+        fields=fields,
+    )
     if as_json:
         print(json.dumps(result.to_json(), indent=2, allow_nan=False))
     else:
@@ -123,6 +138,7 @@ def diagnose(
     to: To = None,
     tokens: Tokens = None,
     replicates: Replicates = None,
+    precision: Precision = None,
     quick: Quick = False,
     fields: Fields = False,
     out: Annotated[Path | None, typer.Option(metavar="DIR", help="Write report.json, report.html and drift.png there.")] = None,
@@ -136,7 +152,17 @@ def diagnose(
         check_plots()
         if out.exists() and not out.is_dir():
             raise UsageError(f"--out {out} is a file: give a directory")
-    result = _measure(model, engine, trainer, to, tokens, replicates, quick, fields)
+    result = _measure(
+        model,
+        engine,
+        trainer,
+        to=to,
+        tokens=tokens,
+        replicates=replicates,
+        precision=precision,
+        quick=quick,
+        fields=fields,
+    )
     if as_json:
         print(json.dumps(to_report(result), indent=2, allow_nan=False))
     else:
@@ -349,22 +375,11 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _measure(
-    model: str,
-    engine: str,
-    trainer: str,
-    to: str | None,
-    tokens: int | None,
-    replicates: int | None,
-    quick: bool,
-    fields: bool,
-) -> DriftResult:
+def _measure(model: str, engine: str, trainer: str, **options: Any) -> DriftResult:
     from tripoint.drift import measure_drift
     from tripoint.report.progress import stage
 
-    return measure_drift(
-        model, engine, trainer, to=to, tokens=tokens, replicates=replicates, quick=quick, fields=fields, stage=stage
-    )
+    return measure_drift(model, engine, trainer, **options, say=_say, stage=stage)
 
 
 def _show(what: RenderableType) -> None:

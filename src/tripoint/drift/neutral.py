@@ -6,6 +6,7 @@ read as a difference between the stacks. These come from a fixed text that ships
 
 from __future__ import annotations
 
+import math
 from importlib.resources import files
 from pathlib import Path
 
@@ -28,15 +29,26 @@ def neutral_rollouts(model: Path, vocab_size: int, tokens: int) -> tuple[list[Ro
     texts = _passages(model)
     source = "the built-in text" if texts else "random token ids (the model has no tokenizer)"
     available = len(texts) or RANDOM_SEQUENCES
-    count = min(max(round(tokens / USUAL_LENGTH), MIN_SEQUENCES), available)
+    count = min(max(math.ceil(tokens / min(USUAL_LENGTH, _shortest(texts))), MIN_SEQUENCES), available)
     length = -(-tokens // count)
     if not texts:
         rng = np.random.default_rng(0)
         texts = rng.integers(vocab_size, size=(count, length + 1)).tolist()
     chosen = texts[:count]
-    if (most := min(map(len, chosen)) - 1) < length:
+    if (most := _shortest(chosen)) < length:
         raise UsageError(f"the built-in text has about {most * available} tokens of this model, not {tokens}: ask for fewer")
     return [Rollout((ids[0],), tuple(ids[1 : length + 1])) for ids in chosen], source
+
+
+def most_neutral(model: Path) -> int:
+    """The most tokens that `neutral_rollouts` has for the checkpoint in directory `model`."""
+    texts = _passages(model)
+    return len(texts) * _shortest(texts) if texts else RANDOM_SEQUENCES * USUAL_LENGTH
+
+
+def _shortest(texts: list[list[int]]) -> int:
+    """How many tokens after the first each of `texts` has; as many as one likes where there are none."""
+    return min(map(len, texts), default=USUAL_LENGTH + 1) - 1
 
 
 def _passages(model: Path) -> list[list[int]]:

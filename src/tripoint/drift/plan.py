@@ -1,4 +1,4 @@
-"""How many replicates and tokens a wanted precision takes, or a budget allows, judged from a small measurement.
+"""How many replicates and tokens a wanted precision takes, judged from a small measurement.
 
 The squared error of a systematic variance falls with the number of tokens N. Of its two parts, what tokens differ in stays as
 it is however many replicates K there are, and what noise adds falls with K^2:
@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from tripoint.drift.systematic import MAX_REPLICATES, MIN_REPLICATES, SystematicDrift
 
 FEWEST_TOKENS = 400
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
@@ -26,14 +27,18 @@ class Plan:
     tokens: int
     stderr: float
 
+    def sentence(self, wanted: float) -> str:
+        """What is planned and what it will reach, next to the standard error `wanted`."""
+        size = f"{self.replicates} replicates of about {self.tokens} tokens"
+        text = f"planned {size}, for a standard error of {self.stderr:.2g} nats²"
+        return text if self.stderr <= wanted * (1 + ROUNDING) else f"{text}: the {wanted:.2g} asked for are out of reach"
 
-def plan(pilot: SystematicDrift, *, most_tokens: int, stderr: float | None = None, token_passes: float | None = None) -> Plan:
-    """The cheapest measurement that reaches `stderr` (nats squared), or the best one with `token_passes` = replicates * tokens.
 
-    Give one of the two. Where `stderr` is out of reach, the plan is the largest there is, and says what it will reach.
+def plan(pilot: SystematicDrift, *, stderr: float, most_tokens: int) -> Plan:
+    """The cheapest measurement that reaches `stderr` (nats squared).
+
+    Where that is out of reach, the plan is the most exact there is, and says what it will reach.
     """
-    if (stderr is None) == (token_passes is None):
-        raise ValueError("give either the standard error wanted or the passes allowed")
     k, n = pilot.replicates, pilot.tokens
     # The trainer has twice the replicates of the control's halves, the engine as many.
     noise = pilot.controls.zero.stderr**2 * (0.75**2) * n
@@ -44,15 +49,8 @@ def plan(pilot: SystematicDrift, *, most_tokens: int, stderr: float | None = Non
 
     options = []
     for replicates in range(MIN_REPLICATES, MAX_REPLICATES + 1):
-        if token_passes is not None:
-            tokens = int(token_passes / replicates)
-        else:
-            assert stderr is not None
-            tokens = math.ceil(expected(replicates, 1) ** 2 / stderr**2)
+        tokens = math.ceil(expected(replicates, 1) ** 2 / stderr**2)
         tokens = min(max(tokens, FEWEST_TOKENS), most_tokens)
         options.append(Plan(replicates, tokens, expected(replicates, tokens)))
-    if token_passes is not None:
-        affordable = [o for o in options if o.replicates * o.tokens <= token_passes] or options[:1]
-        return min(affordable, key=lambda option: option.stderr)
-    reached = [option for option in options if option.stderr <= float(stderr or 0) * (1 + 1e-9)]
+    reached = [option for option in options if option.stderr <= stderr * (1 + ROUNDING)]
     return min(reached, key=lambda o: o.replicates * o.tokens) if reached else min(options, key=lambda o: o.stderr)

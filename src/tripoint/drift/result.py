@@ -10,7 +10,7 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -28,10 +28,12 @@ from tripoint.drift.estimate import Estimate
 from tripoint.drift.expectation import NoiseOnly, noise_only
 from tripoint.drift.findings import Finding, find_causes, prefill_against_decode
 from tripoint.drift.mismatch import Change, Measured, change, measure
-from tripoint.drift.neutral import MIN_SEQUENCES, neutral_rollouts
+from tripoint.drift.neutral import MIN_SEQUENCES, most_neutral, neutral_rollouts
+from tripoint.drift.plan import plan
 from tripoint.drift.prompts import prompt_ids
 from tripoint.drift.systematic import (
     FULL_SECONDS,
+    MIN_REPLICATES,
     QUICK_SECONDS,
     Stage,
     SystematicDrift,
@@ -49,7 +51,7 @@ from tripoint.stacks.base import vocab_size
 from tripoint.stacks.hf import HFStack
 from tripoint.stacks.rollouts import read_rollouts
 
-NEUTRAL_TOKENS = 2000
+NEUTRAL_TOKENS, PILOT_TOKENS = 2000, 1000
 SAMPLED_TOKENS, QUICK_SAMPLED_TOKENS = 1000, 500
 MIN_COMPLETION, MAX_COMPLETION = 32, 128  # of sampled tokens, or most of a pass would be prompts
 NOISE_REPLICATES = 3
@@ -178,7 +180,9 @@ def measure_drift(
     quick: bool = False,
     fields: bool = False,
     replicates: int | None = None,
+    precision: float | None = None,
     seed: int = 0,
+    say: Callable[[str], None] = lambda text: None,
     stage: Stage = unwatched,
 ) -> DriftResult:
     """Measure the drift of `trainer` against `engine`: how much, how much of it systematic, from which operation, and what of
@@ -188,11 +192,16 @@ def measure_drift(
     engine rounds, as a target; by default what is documented for it (`emulated:X`: X), and where nothing is, nothing is
     attributed. `tokens`: about how many neutral tokens, or recorded ones; by default `NEUTRAL_TOKENS`. `quick`: without
     attribution. `fields`: attribution to each field of the operations too. `replicates`: of each stack; by default as many as
-    `QUICK_SECONDS` or `FULL_SECONDS` allow in all. Raises UsageError for bad input and MeasurementError where nothing can be
-    measured.
+    `QUICK_SECONDS` or `FULL_SECONDS` allow in all. `precision`: the standard error (nats squared) that the systematic variance
+    is to have, from which tokens and replicates follow by a pilot; `say` is told what was planned. Raises UsageError for bad
+    input and MeasurementError where nothing can be measured.
     """
     if quick and fields:
         raise UsageError("--quick leaves out the attribution that --fields asks for: give one of them")
+    if precision is not None and (tokens is not None or replicates is not None):
+        raise UsageError("--precision decides how many tokens and replicates there are: leave out --tokens and --replicates")
+    if precision is not None and not precision > 0:
+        raise UsageError(f"--precision {precision:g} is no standard error: give one above 0, in nats squared")
     started = time.monotonic()
     seconds: dict[str, float] = {}
     name, trainer_name = parse_stack(engine), parse_stack(trainer)
@@ -204,7 +213,7 @@ def measure_drift(
     checkpoint = resolve_model(model)
     if to is not None:
         _check_alignable(checkpoint, to)  # before minutes of sampling
-    wanted = NEUTRAL_TOKENS if tokens is None else tokens
+    wanted = tokens or (PILOT_TOKENS if precision else NEUTRAL_TOKENS)
 
     def lap(what: str) -> None:
         seconds[what] = time.monotonic() - started - sum(seconds.values())
@@ -242,6 +251,16 @@ def measure_drift(
         lap("raw mismatch")
 
         dithers = running if name.kind not in ("rollouts", "http") else None
+
+        def engine_on(dithering: Dithering) -> Stack | Replicates:
+            """The engine itself where it can be dithered, otherwise one sample of it."""
+            if dithers is not None:
+                return dithers
+            if running is not None:
+                return dithering.score_once(running)
+            recorded = [rollout.logprobs or () for rollout in dithering.rollouts]
+            return Replicates(np.concatenate(recorded)[None], dithering.lengths)
+
         with stage("rounding noise on the engine's tokens", 0):
             noise = own.score(stack, seeds(seed, "trainer on its tokens", NOISE_REPLICATES))
             if dithers is not None:
@@ -269,12 +288,19 @@ def measure_drift(
             withheld = "a compiled trainer rounds where the compiler likes: its operations cannot be moved one by one"
         elif quick:
             withheld = "left out because of --quick"
-        if running is None:
-            recorded = Replicates(np.concatenate([r.logprobs or () for r in neutral])[None], dithering.lengths)
-        else:
-            recorded = dithering.score_once(running)
+        if precision is not None:
+            pilot = measure_systematic(
+                engine_on(dithering), stack, dithering, None, full=False, replicates=MIN_REPLICATES, seed=seed + 1, stage=stage
+            )
+            most = most_neutral(directory) if running else sum(len(rollout.completion_ids) for rollout in sampled)
+            planned = plan(pilot, stderr=precision, most_tokens=most)
+            say(planned.sentence(precision))
+            replicates, few = planned.replicates, planned.tokens
+            neutral = neutral_rollouts(directory, stack.vocab_size, few)[0] if running else _first(sampled, few)
+            dithering = Dithering(weights, neutral)
+            lap("pilot")
         systematic = measure_systematic(
-            dithers or recorded,
+            engine_on(dithering),
             stack,
             dithering,
             schedules,
