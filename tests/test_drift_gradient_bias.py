@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from pyarrow import Table
+from pyarrow.parquet import write_table
 
 from tiny import VOCABULARY, tiny
 from tripoint.drift.dither import Dithering, Replicates, read_weights, seeds
 from tripoint.drift.gradient_bias import GradientBias, gradient_bias
+from tripoint.errors import MeasurementError, UsageError
 from tripoint.stacks import Rollout
 from tripoint.stacks.hf import HFStack
+from tripoint.stacks.rollouts import read_rollouts
 
 K = 6
 
@@ -20,6 +27,7 @@ K = 6
 class Setup:
     def __init__(self, directory: Path) -> None:
         tiny("llama", num_hidden_layers=1, tie_word_embeddings=False, max_position_embeddings=64).save_pretrained(directory)
+        self.directory = directory
         rng = np.random.default_rng(0)
         ids = rng.integers(VOCABULARY, size=(8, 13)).tolist()
         self.rollouts = [Rollout((row[0],), tuple(row[1:])) for row in ids]
@@ -86,6 +94,76 @@ def test_weights_and_gradients_are_left_as_they_were(setup: Setup) -> None:
     setup.bias(setup.same)
     assert setup.stack.score(setup.rollouts) == before
     assert all(parameter.grad is None for parameter in setup.stack.model.parameters())
+
+
+def test_a_trainer_under_autocast_is_differentiated_as_it_scores(setup: Setup) -> None:
+    trainer = HFStack(setup.directory, mode="autocast")
+    same = setup.dithering.score(trainer, setup.seeds[:3])
+    found = gradient_bias(trainer, same, setup.dithering, setup.advantages, setup.seeds[:3])
+    assert found.total.one_step < 1e-5
+
+
+def test_advantages_may_differ_by_token(setup: Setup) -> None:
+    engine = Replicates(setup.same.values[:3] - 0.2, setup.same.lengths)
+
+    def bias(advantages: list[Any]) -> GradientBias:
+        return gradient_bias(setup.stack, engine, setup.dithering, advantages, setup.seeds[:3])
+
+    # Of a length of twelve, the first half only: what is later has no gradient.
+    halves = bias([[advantage] * 6 + [0.0] * 6 for advantage in setup.advantages])
+    assert [(part.low, part.high) for part in halves.by_position] == [(0, 3), (3, 6)]
+    whole = bias(setup.advantages)
+    for part, same in zip(halves.by_position, whole.by_position, strict=False):
+        assert part.systematic == pytest.approx(same.systematic, rel=1e-5)
+    with pytest.raises(MeasurementError, match="zero"):
+        bias([0.0] * 8)
+
+
+ROW = {"prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "logprobs": [-0.5, -1.25, 0.0], "tool_mask": [1, 0, 1]}
+TRL = {
+    "prompt_ids": [0, 5],
+    "prompt_mask": [0, 1],
+    "completion_ids": [7, 8, 0],
+    "completion_mask": [1, 1, 0],
+    "sampling_per_token_logps": [-0.5, -1.0, 0.0],
+}
+VERL = {"prompts": [5], "responses": [7, 8, 0], "rollout_log_probs": [-0.5, -1.0, 0.0], "attention_mask": [1, 1, 1, 0]}
+
+
+@pytest.mark.parametrize("parquet", [False, True])
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        (ROW | {"advantage": -2}, [(-2.0,), (-2.0,)]),
+        (ROW | {"advantage": [0.5, 1.0, 1.5]}, [(0.5,), (1.5,)]),
+        (ROW, [None, None]),
+        (TRL | {"advantages": 0.5}, [(0.5, 0.5)]),
+        (VERL | {"advantages": [0.5, 0.25, 0.0]}, [(0.5, 0.25)]),
+    ],
+)
+def test_advantages_are_read_from_every_layout(tmp_path: Path, row: dict[str, Any], expected: list[Any], parquet: bool) -> None:
+    file = tmp_path / "run"
+    if parquet:
+        write_table(Table.from_pylist([row]), file)
+    else:
+        file.write_text(json.dumps(row))
+    assert [rollout.advantages for rollout in read_rollouts(file, VOCABULARY)] == expected
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({}, "line 2: advantage null is no finite number"),
+        ({"advantage": float("nan")}, "advantage NaN is no finite number"),
+        ({"advantage": "1"}, 'advantage "1" is no finite number'),
+        ({"advantage": [1.0]}, "3 tokens in `completion_ids`, but 1 in `advantage`"),
+    ],
+)
+def test_a_wrong_advantage_is_named(tmp_path: Path, wrong: dict[str, Any], message: str) -> None:
+    file = tmp_path / "run"
+    file.write_text(f"{json.dumps(ROW | {'advantage': 1.0})}\n{json.dumps(ROW | wrong)}\n")
+    with pytest.raises(UsageError, match=re.escape(message)):
+        list(read_rollouts(file, VOCABULARY))
 
 
 def test_replicates_that_do_not_match_are_refused(setup: Setup) -> None:

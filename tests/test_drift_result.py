@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from rich.console import Console
 
 from tiny import tiny
+from tripoint.drift.dither import Dithering, Replicates, read_weights, seeds, untied
+from tripoint.drift.gradient_bias import gradient_bias
 from tripoint.drift.result import DriftResult, measure_drift
 from tripoint.errors import UsageError
 from tripoint.report.drift import render
 from tripoint.stacks import open_stack
+from tripoint.stacks.hf import HFStack
 
 KEYS = [
     "tokens",
@@ -145,6 +150,43 @@ def test_recorded_rollouts_give_a_bound_and_a_finding_withholds(model: Path, tmp
     assert [finding.cause for finding in shifted.findings] == ["shifted"]
     assert shifted.systematic.attribution is None
     assert "shifted" in str(shifted.withheld)
+
+
+def test_recorded_advantages_give_the_gradient_bias(model: Path, tmp_path: Path) -> None:
+    with open_stack("emulated:R3 S3 N3", model) as engine:
+        rollouts = engine.sample([[3 + i, 4, 5] for i in range(16)], max_tokens=24, seed=0)
+    advantages = [0.5 - i % 2 for i in range(16)]
+    file = tmp_path / "run.jsonl"
+
+    def write(factor: float) -> None:
+        rows = [
+            {"prompt_ids": r.prompt_ids, "completion_ids": r.completion_ids, "logprobs": r.logprobs, "advantage": factor * a}
+            for r, a in zip(rollouts, advantages, strict=True)
+        ]
+        file.write_text("\n".join(map(json.dumps, rows)))
+
+    write(1.0)
+    result = measured(model, f"rollouts:{file}", to="R3 S3 N3", gradient=True, replicates=3)
+    found = result.to_report()["gradient_bias"]
+    json.dumps(found, allow_nan=False)
+    assert found["tokens"] == sum(len(rollout.completion_ids) for rollout in rollouts)
+    with untied(model) as directory, open_stack("emulated:R3 S3 N3", directory) as same:
+        assert isinstance(same, HFStack)
+        dithering = Dithering(read_weights(directory), rollouts)
+        recorded = Replicates(np.concatenate([r.logprobs or () for r in rollouts])[None], dithering.lengths)
+        expected = gradient_bias(same, recorded, dithering, advantages, seeds(0, "gradient bias", 4))
+    assert found["aligned"] == asdict(expected)
+    assert found["unaligned"]["total"] != found["aligned"]["total"]
+    table = shown(result, detailed=True)
+    for label, bias in (
+        ("trainer as it is", found["unaligned"]["total"]),
+        ("trainer, aligned", found["aligned"]["total"]),
+        ("tokens 0 to 6", found["aligned"]["by_position"][0]),
+    ):
+        assert re.search(rf"{label} +{bias['one_step']:.2g} +{bias['systematic']:.2g} ", table)
+    assert measured(model, f"rollouts:{file}", quick=True, gradient=True).gradient_bias is None
+    write(0.0)
+    assert measured(model, f"rollouts:{file}", replicates=3, gradient=True).gradient_bias is None
 
 
 def test_a_trainer_that_cannot_be_aligned_is_refused(model: Path) -> None:

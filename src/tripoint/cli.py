@@ -162,6 +162,7 @@ def diagnose(
         precision=precision,
         quick=quick,
         fields=fields,
+        gradient=True,
     )
     if as_json:
         print(json.dumps(to_report(result), indent=2, allow_nan=False))

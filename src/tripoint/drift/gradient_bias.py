@@ -21,9 +21,11 @@ from itertools import pairwise
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from tripoint.drift.dither import Dithering, Floats, Replicates
+from tripoint.errors import MeasurementError
 from tripoint.stacks.hf import HFStack
 
 SKETCH = 2**16
@@ -47,22 +49,29 @@ class Bias:
 
 @dataclass(frozen=True)
 class GradientBias:
-    """The bias over all positions, and by position in the completion."""
+    """The bias over all positions, and by position in the completion, but where all advantages are zero."""
 
     total: Bias
     by_position: tuple[Bias, ...]
 
 
 def gradient_bias(
-    trainer: HFStack, engine: Replicates, dithering: Dithering, advantages: Sequence[float], seeds: Sequence[int]
+    trainer: HFStack,
+    engine: Replicates,
+    dithering: Dithering,
+    advantages: Sequence[float | Sequence[float]],
+    seeds: Sequence[int],
 ) -> GradientBias:
     """The gradient bias of `trainer` as it is now (aligned or not) on the tokens of `dithering`.
 
-    `engine`: the engine's replicates on those tokens. `advantages`: one for each sequence. `seeds`: of the trainer's
-    dithers, three or more, as many as the engine has replicates (a recorded engine has one, which then serves for all).
+    `engine`: the engine's replicates on those tokens. `advantages`: for each sequence one, or one for each of its tokens.
+    `seeds`: of the trainer's dithers, three or more, as many as the engine has replicates (a recorded engine has one, which
+    then serves for all). A compiled trainer is run as it is without compilation. Raises MeasurementError where there is no
+    gradient.
     """
     if len(seeds) < 3 or len(engine) not in (1, len(seeds)) or len(advantages) != len(dithering.lengths):
         raise ValueError("needs three seeds or more, as many engine replicates, and an advantage for each sequence")
+    by_token = [np.full(n, a, np.float32) for n, a in zip(dithering.lengths, advantages, strict=True)]
     longest = max(dithering.lengths)
     edges = np.linspace(0, longest, min(POSITION_BINS, longest) + 1).round().astype(int)
     sketch = _Sketch(trainer.model.parameters())
@@ -71,11 +80,14 @@ def gradient_bias(
         for number, seed in enumerate(seeds):
             vary(seed)
             scores = engine.values[number if len(engine) > 1 else 0]
-            b, g = _gradients(trainer, dithering, scores, advantages, edges, sketch)
+            b, g = _gradients(trainer, dithering, scores, by_token, edges, sketch)
             biased.append(b)
             plain.append(g)
     b, g = np.stack(biased), np.stack(plain)  # (replicates, positions, sketch)
-    parts = [_bias(int(low), int(high), b[:, i], g[:, i]) for i, (low, high) in enumerate(pairwise(edges))]
+    if not g.any():
+        raise MeasurementError("the policy gradient is zero on these rollouts: are all advantages?")
+    places = [(i, int(low), int(high)) for i, (low, high) in enumerate(pairwise(edges)) if g[:, i].any()]
+    parts = [_bias(low, high, b[:, i], g[:, i]) for i, low, high in places]
     return GradientBias(_bias(0, longest, b.sum(axis=1), g.sum(axis=1)), tuple(parts))
 
 
@@ -105,7 +117,7 @@ def _gradients(
     trainer: HFStack,
     dithering: Dithering,
     engine: Floats,
-    advantages: Sequence[float],
+    advantages: Sequence[NDArray[np.float32]],
     edges: np.ndarray[tuple[int], np.dtype[np.int64]],
     sketch: _Sketch,
 ) -> tuple[Floats, Floats]:
@@ -113,19 +125,24 @@ def _gradients(
     model, tokens = trainer.model, sum(dithering.lengths)
     out = np.zeros((2, len(edges) - 1, SKETCH))
     start = 0
-    for rollout, advantage in zip(dithering.rollouts, advantages, strict=True):
+    for rollout, by_token in zip(dithering.rollouts, advantages, strict=True):
         count = len(rollout.completion_ids)
-        ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]], device=trainer.device)
-        logits = model(input_ids=ids, use_cache=False).logits[0, -count - 1 : -1].float()
-        logprobs = logits.log_softmax(-1).gather(-1, ids[0, -count:, None])[:, 0]
-        recorded = torch.tensor(engine[start : start + count], device=trainer.device)
-        excess = torch.expm1(logprobs.detach().double() - recorded).float()
+        scored = engine[start : start + count]
         start += count
+        if not by_token.any():
+            continue
+        advantage = torch.tensor(by_token, device=trainer.device)
+        ids = torch.tensor([[*rollout.prompt_ids, *rollout.completion_ids]], device=trainer.device)
+        with torch.autocast(trainer.device.type, torch.bfloat16, enabled=trainer.mode == "autocast"):
+            logits = model(input_ids=ids, use_cache=False).logits[0, -count - 1 : -1].float()
+        logprobs = logits.log_softmax(-1).gather(-1, ids[0, -count:, None])[:, 0]
+        recorded = torch.tensor(scored, device=trainer.device)
+        excess = torch.expm1(logprobs.detach().double() - recorded).float()
         for place, (low, high) in enumerate(pairwise(edges)):
             if low >= count:
                 continue
             for kind, weight in enumerate((excess, torch.ones_like(excess))):
-                loss = advantage / tokens * (weight[low:high] * logprobs[low:high]).sum()
+                loss = (advantage[low:high] * weight[low:high] * logprobs[low:high]).sum() / tokens
                 loss.backward(retain_graph=True)  # type: ignore[no-untyped-call]
                 out[kind, place] += sketch.take()
     return out[0], out[1]

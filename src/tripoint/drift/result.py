@@ -27,6 +27,7 @@ from tripoint.drift.dither import Dithering, Replicates, read_weights, seeds, un
 from tripoint.drift.estimate import Estimate
 from tripoint.drift.expectation import NoiseOnly, noise_only
 from tripoint.drift.findings import Finding, find_causes, prefill_against_decode
+from tripoint.drift.gradient_bias import GradientBias, gradient_bias
 from tripoint.drift.mismatch import Change, Measured, change, measure
 from tripoint.drift.neutral import MIN_SEQUENCES, most_neutral, neutral_rollouts
 from tripoint.drift.plan import plan
@@ -55,6 +56,7 @@ NEUTRAL_TOKENS, PILOT_TOKENS = 2000, 1000
 SAMPLED_TOKENS, QUICK_SAMPLED_TOKENS = 1000, 500
 MIN_COMPLETION, MAX_COMPLETION = 32, 128  # of sampled tokens, or most of a pass would be prompts
 NOISE_REPLICATES = 3
+GRADIENT_TOKENS, GRADIENT_REPLICATES = 1000, 4
 CLEAR = 2.0  # standard errors, from which on a share of something is worth giving
 TRAINERS = ("hf", "emulated")
 PROFILE_MODES = {"": "", "eager": "/eager", "compile": "/compiled", "autocast": "/autocast"}
@@ -84,11 +86,22 @@ class Aligned:
 
 
 @dataclass(frozen=True)
+class GradientBiases:
+    """The gradient bias of the trainer as it is and aligned (None where no target is known), on so many recorded tokens."""
+
+    tokens: int
+    sequences: int
+    unaligned: GradientBias
+    aligned: GradientBias | None
+
+
+@dataclass(frozen=True)
 class DriftResult:
     """What was measured.
 
     `source` and `neutral` say where the engine's and the neutral tokens are from. `aligned` is None where no target is known.
-    `withheld` says why the systematic drift was not attributed to operations, if it was not.
+    `withheld` says why the systematic drift was not attributed to operations, if it was not. `gradient_bias` is None where it
+    was not asked for or there are no advantages to take it with.
     """
 
     model: str
@@ -102,6 +115,7 @@ class DriftResult:
     systematic: SystematicDrift
     findings: tuple[Finding, ...]
     withheld: str | None
+    gradient_bias: GradientBiases | None
     seconds: dict[str, float]
 
     def to_json(self) -> dict[str, Any]:
@@ -151,6 +165,7 @@ class DriftResult:
             "by_permutation": _variance(result.ranged.permutation) if result.ranged else None,
             "wild_tokens": int(result.wild.sum()),
             "withheld": self.withheld,
+            "gradient_bias": asdict(self.gradient_bias) if self.gradient_bias else None,
             "aligned": None,
             "passes": result.passes,
             "seconds": self.seconds,
@@ -181,6 +196,7 @@ def measure_drift(
     fields: bool = False,
     replicates: int | None = None,
     precision: float | None = None,
+    gradient: bool = False,
     seed: int = 0,
     say: Callable[[str], None] = lambda text: None,
     stage: Stage = unwatched,
@@ -193,8 +209,9 @@ def measure_drift(
     attributed. `tokens`: about how many neutral tokens, or recorded ones; by default `NEUTRAL_TOKENS`. `quick`: without
     attribution. `fields`: attribution to each field of the operations too. `replicates`: of each stack; by default as many as
     `QUICK_SECONDS` or `FULL_SECONDS` allow in all. `precision`: the standard error (nats squared) that the systematic variance
-    is to have, from which tokens and replicates follow by a pilot; `say` is told what was planned. Raises UsageError for bad
-    input and MeasurementError where nothing can be measured.
+    is to have, from which tokens and replicates follow by a pilot; `say` is told what was planned. `gradient`: the
+    gradient bias too, where recorded rollouts hold advantages that are not all zero, unless `quick` or the trainer is compiled.
+    Raises UsageError for bad input and MeasurementError where nothing can be measured.
     """
     if quick and fields:
         raise UsageError("--quick leaves out the attribution that --fields asks for: give one of them")
@@ -258,8 +275,7 @@ def measure_drift(
                 return dithers
             if running is not None:
                 return dithering.score_once(running)
-            recorded = [rollout.logprobs or () for rollout in dithering.rollouts]
-            return Replicates(np.concatenate(recorded)[None], dithering.lengths)
+            return _recorded(dithering)
 
         with stage("rounding noise on the engine's tokens", 0):
             noise = own.score(stack, seeds(seed, "trainer on its tokens", NOISE_REPLICATES))
@@ -313,6 +329,11 @@ def measure_drift(
             stage=stage,
         )
         lap("dithered passes")
+        biases = None
+        if gradient and running is None and not quick and stack.mode != "compile":
+            with stage("gradient bias", 0):
+                biases = _gradient_biases(stack, Dithering(weights, _first(neutral, GRADIENT_TOKENS)), to, seed)
+            lap("gradient bias")
         engine_side, trainer_side = _side(engine, running), _side(trainer, stack)
     return DriftResult(
         model,
@@ -326,6 +347,7 @@ def measure_drift(
         systematic,
         tuple(sorted(findings, key=lambda finding: -finding.nats)),
         withheld,
+        biases,
         seconds,
     )
 
@@ -393,6 +415,29 @@ def _first(rollouts: Sequence[Rollout], tokens: int) -> list[Rollout]:
         chosen.append(rollout)
         found += len(rollout.completion_ids)
     return chosen
+
+
+def _recorded(dithering: Dithering) -> Replicates:
+    """What the tokens were sampled at: a single sample of the engine's roundings."""
+    return Replicates(np.concatenate([rollout.logprobs or () for rollout in dithering.rollouts])[None], dithering.lengths)
+
+
+def _gradient_biases(trainer: HFStack, dithering: Dithering, to: str | None, seed: int) -> GradientBiases | None:
+    """On recorded rollouts; None where they hold no advantages, or where there is no gradient because all are zero."""
+    advantages = [rollout.advantages or () for rollout in dithering.rollouts]
+    if not any(map(any, advantages)):
+        return None
+
+    def now() -> GradientBias:
+        return gradient_bias(
+            trainer, _recorded(dithering), dithering, advantages, seeds(seed, "gradient bias", GRADIENT_REPLICATES)
+        )
+
+    unaligned, after = now(), None
+    if to is not None:
+        with aligned(trainer, to):
+            after = now()
+    return GradientBiases(sum(dithering.lengths), len(dithering.lengths), unaligned, after)
 
 
 def _sample(engine: Stack, model: Path, wanted: int, seed: int, stage: Stage) -> tuple[list[Rollout], str]:

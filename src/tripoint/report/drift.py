@@ -15,7 +15,7 @@ from rich.text import Text
 from tripoint.drift.attribution import Bin
 from tripoint.drift.estimate import Estimate
 from tripoint.drift.mismatch import plus_minus
-from tripoint.drift.result import Aligned, DriftResult, Side
+from tripoint.drift.result import Aligned, DriftResult, GradientBiases, Side
 from tripoint.drift.systematic import CONTROLS_AGREE
 from tripoint.drift.verdict import headline, verdict
 from tripoint.report.plots import plot
@@ -63,6 +63,8 @@ def render(result: DriftResult, *, detailed: bool) -> RenderableType:
                 _bins_table("position", attribution.by_position),
                 _bins_table("token probability", attribution.by_probability),
             ]
+        if result.gradient_bias:
+            parts.append(_gradient_table(result.gradient_bias))
         parts += [_conditions("engine", result.engine), _conditions("trainer", result.trainer)]
         parts.append(
             Text("seconds: " + ", ".join(f"{what} {spent:.0f}" for what, spent in result.seconds.items()), style="dim")
@@ -227,6 +229,24 @@ def _bins_table(what: str, bins: tuple[Bin, ...]) -> Table:
     for b in bins:
         cells = ["too few"] if b.total is None else [_cells(b.total)[0], *(_cells(b.moved_alone[op])[0] for op in ops)]
         table.add_row(f"{b.low:g} to {b.high:g}", str(b.tokens), *cells)
+    return table
+
+
+def _gradient_table(biases: GradientBiases) -> Table:
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("gradient bias over the gradient", "one step", "systematic", "its square"):
+        table.add_column(heading, justify="left" if heading.startswith("gradient") else "right", no_wrap=True)
+    for what, bias in (("trainer as it is", biases.unaligned), ("trainer, aligned", biases.aligned)):
+        if bias is None:
+            continue
+        parts = [(what, bias.total), *((f"  tokens {part.low} to {part.high}", part) for part in bias.by_position)]
+        for label, part in parts:
+            square = plus_minus(part.systematic * abs(part.systematic), part.stderr).replace(" ± ", "±")
+            table.add_row(label, f"{part.one_step:.2g}", f"{part.systematic:.2g}", square)
+    table.caption = (
+        f"{biases.tokens} recorded tokens in {biases.sequences} sequences with their advantages; "
+        "systematic at most: holds the engine's noise"
+    )
     return table
 
 

@@ -31,18 +31,21 @@ class Rollout:
     """One prompt with one sampled completion.
 
     `logprobs` holds the sampling stack's own log-probability (nats) of each completion token at the moment it was sampled,
-    or is None where the tokens were not sampled but are only to be scored.
+    or is None where the tokens were not sampled but are only to be scored. `advantages` holds the advantage of each completion
+    token, or is None where none are known.
     """
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None = None
+    advantages: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_ids or not self.completion_ids:
             raise ValueError("a rollout needs at least one prompt token and one completion token")
-        if self.logprobs is not None and len(self.logprobs) != len(self.completion_ids):
-            raise ValueError(f"{len(self.completion_ids)} completion tokens, but {len(self.logprobs)} logprobs")
+        for what, values in (("logprobs", self.logprobs), ("advantages", self.advantages)):
+            if values is not None and len(values) != len(self.completion_ids):
+                raise ValueError(f"{len(self.completion_ids)} completion tokens, but {len(values)} {what}")
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,8 @@
 A file is JSONL or Parquet, one completion a row, in one of the layouts of `LAYOUTS`: our own (which is what a `rollout_func` of
 TRL returns), TRL's GRPO batch, verl's agent loop and verl's batch. Padding is dropped by the attention masks. Tokens that no
 policy sampled (tool output, by `tool_mask` or `response_mask`) stay in the context but are not scored: each stretch of sampled
-tokens becomes a rollout of its own. Other columns are ignored.
+tokens becomes a rollout of its own. Advantages are read where there are any: a number for the row or one for each completion
+token. Other columns are ignored.
 
 The log-probabilities are taken to be those of the raw distribution. TRL records them after temperature and top-p: they are raw
 only where it sampled at temperature 1 with top-p 1.
@@ -27,7 +28,7 @@ class Layout:
     """The columns of one kind of file.
 
     `attended` are masks that are 0 at padding: one of the prompt and one of the completion, or one of both in a row. `sampled`
-    is a mask that is 0 at completion tokens that were not sampled; a file may lack it.
+    is a mask that is 0 at completion tokens that were not sampled. A file may lack that and `advantages`.
     """
 
     writer: str
@@ -36,13 +37,14 @@ class Layout:
     logprobs: str
     attended: tuple[str, ...] = ()
     sampled: str | None = None
+    advantages: str = "advantages"
 
     def required(self) -> list[str]:
         return [self.prompt, self.completion, self.logprobs, *self.attended]
 
 
 LAYOUTS = (
-    Layout("TRL's rollout_func", "prompt_ids", "completion_ids", "logprobs", sampled="tool_mask"),
+    Layout("TRL's rollout_func", "prompt_ids", "completion_ids", "logprobs", sampled="tool_mask", advantages="advantage"),
     Layout(
         "TRL's GRPO batch",
         "prompt_ids",
@@ -70,15 +72,17 @@ def read_rollouts(path: Path, vocab_size: int) -> Iterator[Rollout]:
     """The rollouts recorded in `path`, read as they are asked for. Every one has log-probabilities.
 
     Raises UsageError, naming the file and the row, for a file that is missing, empty, cut off or of no known layout, and for a
-    rollout without tokens, with token ids outside `vocab_size`, or with log-probabilities that are missing or cannot be any.
+    rollout without tokens, with token ids outside `vocab_size`, or with log-probabilities (or advantages, if the first row has
+    any) that are missing or cannot be any.
     """
     layout: Layout | None = None
-    empty = True
+    empty, weighted = True, False
     for where, row in _rows(path):
         if layout is None:
             layout = _layout(row.keys(), path)
+            weighted = layout.advantages in row
         try:
-            for rollout in _rollouts(row, layout, vocab_size):
+            for rollout in _rollouts(row, layout, vocab_size, weighted=weighted):
                 empty = False
                 yield rollout
         except ValueError as error:
@@ -120,12 +124,13 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
-            names = {name for layout in LAYOUTS for name in (*layout.required(), layout.sampled)}
-            columns = [name for name in file.schema_arrow.names if name in names]
+            columns = file.schema_arrow.names
+            required = {name for layout in LAYOUTS for name in layout.required()}
+            optional = {name for layout in LAYOUTS for name in (layout.sampled, layout.advantages)}
             if not file.metadata.num_rows:
                 return
-            if not columns:
-                columns = file.schema_arrow.names  # for the error message
+            if not required.isdisjoint(columns):  # otherwise all, for the error message
+                columns = [name for name in columns if name in required | optional]
             for batch in file.iter_batches(batch_size=256, columns=columns):
                 for row in batch.to_pylist():
                     number += 1
@@ -158,8 +163,8 @@ def _expected() -> str:
     return ", or ".join(f"{', '.join(f'`{name}`' for name in layout.required())} ({layout.writer})" for layout in LAYOUTS)
 
 
-def _rollouts(row: dict[str, Any], layout: Layout, vocab_size: int) -> Iterator[Rollout]:
-    """The stretches of sampled tokens in one row. Raises ValueError, without saying where."""
+def _rollouts(row: dict[str, Any], layout: Layout, vocab_size: int, *, weighted: bool) -> Iterator[Rollout]:
+    """The stretches of sampled tokens in one row, `weighted` with their advantages. Raises ValueError, without saying where."""
     prompt, completion, logprobs = (_list(row, name) for name in (layout.prompt, layout.completion, layout.logprobs))
     if len(logprobs) != len(completion):
         raise ValueError(f"{len(completion)} tokens in `{layout.completion}`, but {len(logprobs)} in `{layout.logprobs}`")
@@ -170,23 +175,35 @@ def _rollouts(row: dict[str, Any], layout: Layout, vocab_size: int) -> Iterator[
     sampled = _list(row, layout.sampled) if layout.sampled in row else [1] * len(completion)
     if len(sampled) != len(completion):
         raise ValueError(f"{len(completion)} tokens in `{layout.completion}`, but {len(sampled)} in `{layout.sampled}`")
+    advantages = row.get(layout.advantages) if weighted else None
+    if not isinstance(advantages, list):
+        advantages = [advantages] * len(completion)
+    if len(advantages) != len(completion):
+        raise ValueError(f"{len(completion)} tokens in `{layout.completion}`, but {len(advantages)} in `{layout.advantages}`")
 
     context = [_token(token, vocab_size) for token, kept in zip(prompt, attended, strict=False) if kept]
     if not context or not completion:
         raise ValueError(f"`{layout.completion if context else layout.prompt}` holds no token")
-    stretch: list[tuple[int, float]] = []
-    for token, logprob, kept, drawn in zip(completion, logprobs, attended[len(prompt) :], sampled, strict=True):
+    stretch: list[tuple[int, float, float | None]] = []
+
+    def finished() -> Rollout:
+        tokens, values, weights = zip(*stretch, strict=True)
+        return Rollout(tuple(context), tokens, values, weights if weighted else None)
+
+    for token, logprob, advantage, kept, drawn in zip(
+        completion, logprobs, advantages, attended[len(prompt) :], sampled, strict=True
+    ):
         if kept and drawn:
-            stretch.append((_token(token, vocab_size), _logprob(logprob)))
+            stretch.append((_token(token, vocab_size), _logprob(logprob), _advantage(advantage) if weighted else None))
             continue
         if stretch:
-            yield Rollout(tuple(context), *map(tuple, zip(*stretch, strict=True)))
-            context += [earlier for earlier, _ in stretch]
+            yield finished()
+            context += [earlier for earlier, _, _ in stretch]
             stretch = []
         if kept:
             context.append(_token(token, vocab_size))
     if stretch:
-        yield Rollout(tuple(context), *map(tuple, zip(*stretch, strict=True)))
+        yield finished()
 
 
 def _list(row: dict[str, Any], name: str) -> list[Any]:
@@ -210,3 +227,9 @@ def _logprob(logprob: Any) -> float:
     if not math.isfinite(logprob) or logprob > 0:
         raise ValueError(f"logprob {logprob} is not the logarithm of a probability above 0 (in nats)")
     return float(logprob)
+
+
+def _advantage(advantage: Any) -> float:
+    if type(advantage) not in (float, int) or not math.isfinite(advantage):
+        raise ValueError(f"advantage {json.dumps(advantage)} is no finite number: give every row one, or none")
+    return float(advantage)
