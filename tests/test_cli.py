@@ -145,6 +145,15 @@ def test_out_that_is_a_file(run: Run, model: Path, tmp_path: Path) -> None:
     assert "is a file" in done.err
 
 
+def test_out_that_cannot_be_made(run: Run, model: Path, tmp_path: Path) -> None:
+    """Said before anything is measured, which would be lost."""
+    (tmp_path / "file").write_text("")
+    done = run("diagnose", str(model), "--engine", "hf", "--out", str(tmp_path / "file" / "report"))
+    assert done.code == 2
+    assert one_line(done.err)
+    assert "cannot be made" in done.err
+
+
 # -- diff -------------------------------------------------------------------------------------------------------------
 
 

@@ -152,6 +152,10 @@ def diagnose(
         check_plots()
         if out.exists() and not out.is_dir():
             raise UsageError(f"--out {out} is a file: give a directory")
+        try:
+            out.mkdir(parents=True, exist_ok=True)  # now, not after minutes of measuring
+        except OSError as error:
+            raise UsageError(f"--out {out} cannot be made: {error.strerror}") from None
     result = _measure(
         model,
         engine,
