@@ -141,6 +141,14 @@ def test_split_arms_take_logits_from_one_side_and_the_gradient_from_the_other(we
         assert all(map(torch.equal, torch.autograd.grad(logits.sum(), list(carrier.parameters())), expected))
 
 
+def test_samples_of_a_prompt_share_the_pass_over_it_without_a_bit_of_difference(weights: list[Tensor]) -> None:
+    stock = trainer(ARMS["none"], weights)
+    prompts = task.training_prompts()[:2]
+    completions = task.answers(task.training_prompts()[:6])
+    apart = loop.completion_logits(stock, prompts.repeat_interleave(3, dim=0), completions)
+    assert torch.equal(loop.completion_logits(stock, prompts, completions), apart)
+
+
 # -- the loop ---------------------------------------------------------------------------------------------------------
 
 

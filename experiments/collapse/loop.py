@@ -97,9 +97,17 @@ def sample(engine: PreTrainedModel, prompts: Tensor, uniform: Tensor) -> tuple[T
 
 
 def completion_logits(model: PreTrainedModel, prompts: Tensor, completions: Tensor) -> Tensor:
-    """Logits [batch, LENGTH, VOCABULARY], FP64, that predict `completions`, in one pass over the whole sequences."""
-    ids = torch.cat((prompts, completions[:, :-1]), dim=1)
-    return model(input_ids=ids, use_cache=False, logits_to_keep=completions.shape[1]).logits.double()
+    """Logits [batch, LENGTH, VOCABULARY], FP64, that predict `completions` [batch, LENGTH].
+
+    Every prompt has batch / len(prompts) completions, next to each other, which share one pass over it; a second pass sees
+    the completions whole.
+    """
+    cache = DynamicCache(config=model.config)
+    first = model(input_ids=prompts, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    samples = len(completions) // len(prompts)
+    cache.batch_repeat_interleave(samples)
+    rest = model(input_ids=completions[:, :-1], past_key_values=cache, use_cache=True).logits
+    return torch.cat((first.repeat_interleave(samples, dim=0), rest), dim=1).double()
 
 
 def logprobs_of(logits: Tensor, completions: Tensor) -> Tensor:
@@ -160,11 +168,10 @@ def train(run: Run, weights: list[Tensor]) -> Iterator[dict[str, Any]]:
         chosen = prompts[torch.randperm(len(prompts), generator=generator)[:PROMPTS_PER_UPDATE]]
         uniform = torch.rand(task.LENGTH, len(chosen) * SAMPLES, generator=generator, dtype=torch.float64)
         completions, engine_logprobs, entropy = sample(engine, chosen, uniform)
-        batch = chosen.repeat_interleave(SAMPLES, dim=0)
-        rewards = task.reward(batch, completions)
+        rewards = task.reward(chosen.repeat_interleave(SAMPLES, dim=0), completions)
         weight = advantages(run, rewards)[:, None]
 
-        logits, carrier = policy_logits(arm, trainer, engine, noise, batch, completions)
+        logits, carrier = policy_logits(arm, trainer, engine, noise, chosen, completions)
         logprobs = logprobs_of(logits, completions)
         d = logprobs.detach() - engine_logprobs
         if arm.bitwise and not torch.equal(logprobs.detach(), engine_logprobs):
@@ -185,7 +192,7 @@ def train(run: Run, weights: list[Tensor]) -> Iterator[dict[str, Any]]:
             **mismatch(d),
         }
         if update % BIAS_EVERY == 0:
-            record |= gradient_bias(gradient, _engine_gradient(engine, batch, completions, weight, scaler))
+            record |= gradient_bias(gradient, _engine_gradient(engine, chosen, completions, weight, scaler))
         scale = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()

@@ -53,11 +53,11 @@ def measure(run: Run, weights: list[Tensor]) -> dict[str, Any]:
         chosen = prompts[torch.randperm(len(prompts), generator=generator)[: loop.PROMPTS_PER_UPDATE]]
         uniform = torch.rand(task.LENGTH, len(chosen) * loop.SAMPLES, generator=generator, dtype=torch.float64)
         completions, engine_logprobs, _ = loop.sample(engine, chosen, uniform)
-        batch = chosen.repeat_interleave(loop.SAMPLES, dim=0)
-        weight = loop.advantages(run, task.reward(batch, completions))[:, None]
+        rewards = task.reward(chosen.repeat_interleave(loop.SAMPLES, dim=0), completions)
+        weight = loop.advantages(run, rewards)[:, None]
         of_both = []
         for model in (trainer, engine):
-            logprobs = loop.logprobs_of(loop.completion_logits(model, batch, completions), completions)
+            logprobs = loop.logprobs_of(loop.completion_logits(model, chosen, completions), completions)
             parts = torch.autograd.grad(-(weight * logprobs).mean(), list(model.parameters()))
             of_both.append(torch.cat([part.flatten().double() for part in parts]))
             if model is trainer:
