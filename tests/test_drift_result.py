@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from tiny import tiny
+from tiny import LAYERS, tiny
 from tripoint.drift.dither import Dithering, Replicates, read_weights, seeds, untied
 from tripoint.drift.gradient_bias import gradient_bias
 from tripoint.drift.result import DriftResult, measure_drift
@@ -69,6 +69,15 @@ def test_the_json_is_the_documented_one(model: Path) -> None:
     # A dither moves the input as well, which in so shallow a model is much of its noise.
     assert out["expected_k3_from_noise"] / 4 < out["mismatch"]["k3"] < out["expected_k3_from_noise"]
     assert out["findings"] == []
+
+    report = json.loads(json.dumps(result.to_report(), allow_nan=False))
+    assert [(row["low"], row["high"]) for row in report["by_position"]] == [(0, 12), (12, 25), (25, 38), (38, 50)]
+    assert sum(row["tokens"] for row in report["by_probability"]) == out["tokens"]
+    assert [(row["layer"], row["op"]) for row in report["by_layer"]] == [
+        (layer, op) for layer in range(LAYERS) for op in ("rope", "swiglu", "norm", None)
+    ]
+    assert all(0 < row["changed"] < 1 and 0 < row["relative"] < 0.1 and row["ulps"] >= 1 for row in report["by_layer"])
+    assert "layer, on one input" in shown(result, detailed=True)
 
 
 def test_quick_attributes_nothing_and_says_why(model: Path) -> None:

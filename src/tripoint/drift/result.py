@@ -22,7 +22,7 @@ import torch
 from tripoint.align import align
 from tripoint.align.layouts import find_decoders
 from tripoint.align.model import Alignment
-from tripoint.drift.attribution import FieldPart, Site
+from tripoint.drift.attribution import Bin, FieldPart, LocalError, Site, local_errors
 from tripoint.drift.dither import Dithering, Replicates, read_weights, seeds, untied
 from tripoint.drift.estimate import Estimate
 from tripoint.drift.expectation import NoiseOnly, noise_only
@@ -57,6 +57,7 @@ SAMPLED_TOKENS, QUICK_SAMPLED_TOKENS = 1000, 500
 MIN_COMPLETION, MAX_COMPLETION = 32, 128  # of sampled tokens, or most of a pass would be prompts
 NOISE_REPLICATES = 3
 GRADIENT_TOKENS, GRADIENT_REPLICATES = 1000, 4
+LAYER_SEQUENCES = 4
 CLEAR = 2.0  # standard errors, from which on a share of something is worth giving
 TRAINERS = ("hf", "emulated")
 PROFILE_MODES = {"": "", "eager": "/eager", "compile": "/compiled", "autocast": "/autocast"}
@@ -100,8 +101,9 @@ class DriftResult:
     """What was measured.
 
     `source` and `neutral` say where the engine's and the neutral tokens are from. `aligned` is None where no target is known.
-    `withheld` says why the systematic drift was not attributed to operations, if it was not. `gradient_bias` is None where it
-    was not asked for or there are no advantages to take it with.
+    `withheld` says why the systematic drift was not attributed to operations, if it was not; then `layers` is empty, as it is
+    for a trainer whose weights are not BF16. `gradient_bias` is None where it was not asked for or there are no advantages to
+    take it with.
     """
 
     model: str
@@ -113,6 +115,7 @@ class DriftResult:
     aligned: Aligned | None
     expected: NoiseOnly
     systematic: SystematicDrift
+    layers: tuple[LocalError, ...]
     findings: tuple[Finding, ...]
     withheld: str | None
     gradient_bias: GradientBiases | None
@@ -163,6 +166,9 @@ class DriftResult:
                 for fit in result.fits
             ],
             "by_permutation": _variance(result.ranged.permutation) if result.ranged else None,
+            "by_position": [_bin(part) for part in result.attribution.by_position] if result.attribution else [],
+            "by_probability": [_bin(part) for part in result.attribution.by_probability] if result.attribution else [],
+            "by_layer": [vars(error) for error in self.layers],
             "wild_tokens": int(result.wild.sum()),
             "withheld": self.withheld,
             "gradient_bias": asdict(self.gradient_bias) if self.gradient_bias else None,
@@ -329,6 +335,13 @@ def measure_drift(
             stage=stage,
         )
         lap("dithered passes")
+        layers: tuple[LocalError, ...] = ()
+        if systematic.attribution and schedules and stack.model.dtype == torch.bfloat16:
+            with stage("layer by layer", 0), as_transformers(stack) as plain:
+                shortest = min(len(r.prompt_ids) + len(r.completion_ids) for r in neutral[:LAYER_SEQUENCES])
+                ids = [[*r.prompt_ids, *r.completion_ids][:shortest] for r in neutral[:LAYER_SEQUENCES]]
+                layers = tuple(local_errors(plain, torch.tensor(ids), *schedules))
+            lap("layer by layer")
         biases = None
         if gradient and running is None and not quick and stack.mode != "compile":
             with stage("gradient bias", 0):
@@ -345,6 +358,7 @@ def measure_drift(
         after,
         expected,
         systematic,
+        layers,
         tuple(sorted(findings, key=lambda finding: -finding.nats)),
         withheld,
         biases,
@@ -469,6 +483,16 @@ def _site(site: Site, removed: Estimate) -> dict[str, Any]:
         "share": site.share.value if removed.value > CLEAR * removed.stderr else None,
         "moved_alone": _variance(site.moved_alone),
         "moved_away": _variance(site.moved_away),
+    }
+
+
+def _bin(part: Bin) -> dict[str, Any]:
+    return {
+        "low": part.low,
+        "high": part.high,
+        "tokens": part.tokens,
+        "systematic": _variance(part.total) if part.total else None,
+        "moved_alone": {op: _variance(estimate) for op, estimate in part.moved_alone.items()},
     }
 
 

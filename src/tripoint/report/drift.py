@@ -12,7 +12,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from tripoint.drift.attribution import Bin
+from tripoint.drift.attribution import Bin, LocalError
 from tripoint.drift.estimate import Estimate
 from tripoint.drift.mismatch import plus_minus
 from tripoint.drift.result import Aligned, DriftResult, GradientBiases, Side
@@ -63,6 +63,8 @@ def render(result: DriftResult, *, detailed: bool) -> RenderableType:
                 _bins_table("position", attribution.by_position),
                 _bins_table("token probability", attribution.by_probability),
             ]
+        if result.layers:
+            parts.append(_layers_table(result.layers))
         if result.gradient_bias:
             parts.append(_gradient_table(result.gradient_bias))
         parts += [_conditions("engine", result.engine), _conditions("trainer", result.trainer)]
@@ -229,6 +231,24 @@ def _bins_table(what: str, bins: tuple[Bin, ...]) -> Table:
     for b in bins:
         cells = ["too few"] if b.total is None else [_cells(b.total)[0], *(_cells(b.moved_alone[op])[0] for op in ops)]
         table.add_row(f"{b.low:g} to {b.high:g}", str(b.tokens), *cells)
+    return table
+
+
+def _layers_table(errors: tuple[LocalError, ...]) -> Table:
+    """One row per layer: all operations moved at once, then the relative error of each moved alone."""
+    rows = {error.layer: error for error in errors if error.op is None}
+    alone = {(error.layer, error.op): error for error in errors}
+    ops = [error.op for error in errors if error.op is not None and error.layer == 0]
+    table = Table(box=SIMPLE_HEAD, pad_edge=False)
+    for heading in ("layer, on one input", "changed", "ulps", "relative", *(f"{op} alone" for op in ops)):
+        table.add_column(heading, justify="left" if heading.startswith("layer") else "right", no_wrap=True)
+    for layer, error in rows.items():
+        cells = [f"{error.changed:.0%}", f"{error.ulps:.2g}", f"{error.relative:.2g}"]
+        table.add_row(str(layer), *cells, *(f"{alone[layer, op].relative:.2g}" for op in ops))
+    table.caption = (
+        "a layer's output under the engine's schedule against the trainer's: share of elements that change, "
+        "their median distance in BF16 steps, rms difference over rms"
+    )
     return table
 
 
