@@ -166,6 +166,7 @@ class DriftResult:
                 for fit in result.fits
             ],
             "by_permutation": _variance(result.ranged.permutation) if result.ranged else None,
+            "by_permutation_aligned": _variance(result.ranged.left) if result.ranged and result.ranged.left else None,
             "by_position": [_bin(part) for part in result.attribution.by_position] if result.attribution else [],
             "by_probability": [_bin(part) for part in result.attribution.by_probability] if result.attribution else [],
             "by_layer": [vars(error) for error in self.layers],

@@ -79,10 +79,12 @@ class Controls:
 
 @dataclass(frozen=True)
 class Ranged:
-    """The same variance by the two ways of decorrelating roundings."""
+    """The same variance by the two ways of decorrelating roundings; `left`: once the trainer is aligned, by permutation, None
+    where nothing had to be."""
 
     dither: Estimate
     permutation: Estimate
+    left: Estimate | None
 
     @property
     def disagree(self) -> bool:
@@ -149,12 +151,13 @@ def measure_systematic(
     moves = [moved for moved in subsets(whole) if moved and (full or moved == whole)]
     alone = field_moves(*schedules) if schedules and full and fields else {}
     both_ways = full and recorded is None
+    everything = name(whole) if whole else None
     clock = _Clock()
     if replicates is None:
         budget = budget or (FULL_SECONDS if full else QUICK_SECONDS)
-        # Two halves of the trainer, the odd schedule, every move (at most), and both again when permuted.
+        # Two halves of the trainer, the odd schedule, every move (at most); permuted both again, and the trainer aligned.
         weights = {
-            "trainer": 3 + len(moves) + len(alone) + len(candidates) + both_ways,
+            "trainer": 3 + len(moves) + len(alone) + len(candidates) + both_ways * (1 + bool(whole)),
             "engine": (1 + both_ways) * (recorded is None),
         }
         per_replicate = weights["trainer"] * clock.probe("trainer", trainer, dithering)
@@ -180,6 +183,10 @@ def measure_systematic(
     for moved in moves:
         with aligned(trainer, schedules[0].moved(schedules[1], moved)):  # type: ignore[index]
             scores[name(moved)] = score(trainer, "trainer", f"trainer with {name(moved)} moved", replicates)
+            if both_ways and moved == whole:
+                scores["aligned, permuted"] = score(
+                    trainer, "trainer", f"trainer with {name(moved)} moved", replicates, "permutation"
+                )
     ranked = {str(schedules[0].moved(schedules[1], moved)): scores[name(moved)] for moved in moves} if schedules else {}
     field_scores: dict[str, Replicates] = {}
     for field_name, schedule in alone.items():
@@ -209,11 +216,14 @@ def measure_systematic(
             field_parts = attribute_fields(scores["engine"], scores["trainer"], field_scores, schedules, kept, seed=seed)
     ranged = None
     if both_ways:
-        permuted = systematic(scores["engine, permuted"], scores["trainer, permuted"], tokens=kept, seed=seed)
-        ranged = Ranged(joint.combine({"nothing": 1.0}), permuted)
+        permuted = {
+            what: systematic(scores["engine, permuted"], scores[f"{what}, permuted"], tokens=kept, seed=seed)
+            for what in ("trainer", "aligned")
+            if f"{what}, permuted" in scores
+        }
+        ranged = Ranged(joint.combine({"nothing": 1.0}), permuted["trainer"], permuted.get("aligned"))
     if schedules:
         ranked[str(schedules[0])] = scores["trainer"]
-    everything = name(whole) if whole else None
     return SystematicDrift(
         tokens=len(kept),
         sequences=len(dithering.lengths),

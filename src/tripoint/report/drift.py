@@ -147,6 +147,8 @@ def _drift_table(result: DriftResult) -> Table:
     if found.ranged:
         agrees = "differs from the dithers: take it as a range" if found.ranged.disagree else "agrees with the dithers"
         table.add_row("systematic, by permutations", *_cells(found.ranged.permutation), agrees)
+        if left := found.ranged.left:
+            table.add_row("  left when aligned, by permutations", *_cells(left), _sigmas(left))
     for what, control, must in (
         ("itself", found.controls.zero, "must be zero"),
         ("odd schedule", found.controls.positive, "must not"),
