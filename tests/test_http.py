@@ -36,6 +36,7 @@ class FakeServer(ThreadingHTTPServer):
         self.models: Any = {"data": [{"id": "checkpoint"}]}
         self.key: str | None = None
         self.status = 200
+        self.loading = False
         self.requests: list[dict[str, Any]] = []
         self.url = f"http://127.0.0.1:{self.server_port}"
 
@@ -45,7 +46,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         allowed = self.server.key is None or self.headers["Authorization"] == f"Bearer {self.server.key}"
-        self._send(200 if allowed else 401, self.server.models)
+        self._send(503 if self.server.loading else 200 if allowed else 401, self.server.models)
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -324,10 +325,12 @@ def test_an_api_key_comes_from_the_environment(server: FakeServer, directory: Pa
 
 def test_waiting_ends_when_the_model_is_served(server: FakeServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     server.models = listed("other")
+    server.loading = True
     waited: list[float] = []
 
     def sleep(seconds: float) -> None:
         waited.append(seconds)
+        server.loading = len(waited) < 2
         if len(waited) == 3:
             server.models = listed("other", ("alias", "/elsewhere/checkpoint"))
 

@@ -203,7 +203,8 @@ def _client() -> httpx.Client:
 
 
 def served_models(url: str, client: httpx.Client) -> dict[str, str]:
-    """The models that the server at `url` lists, by id, with what each was loaded from; none if it does not answer.
+    """The models that the server at `url` lists, by id, with what each was loaded from; none if it does not answer, or not
+    yet: while they load a model, servers and the proxies in front of them say 502 to 504.
 
     Raises UsageError if it wants another API key or is not OpenAI-compatible.
     """
@@ -214,6 +215,8 @@ def served_models(url: str, client: httpx.Client) -> dict[str, str]:
                 f"{url} wants an API key (HTTP {answer.status_code}): "
                 "set the environment variable OPENAI_API_KEY to one that it accepts"
             )
+        if answer.status_code in (502, 503, 504):
+            return {}
         if answer.status_code == 200:
             return {str(model["id"]): str(model.get("root") or model["id"]) for model in answer.json()["data"]}
     except (httpx.TransportError, httpx.InvalidURL):
