@@ -309,6 +309,7 @@ void rope(const RopeArgs& a) {
 // -- SwiGLU -----------------------------------------------------------------------------------------------------------
 
 using Int = Vectorized<int32_t>;
+using Short = Vectorized<int16_t>;
 
 // 2 * W consecutive elements as two vectors, in an order that all functions of pairs share: BF16's even and odd elements,
 // which takes no shuffles.
@@ -326,15 +327,16 @@ C10_ALWAYS_INLINE Pair load_pair(const T* p) {
   }
 }
 
-// What `table` has for each of 2 * W numbers of 16 bits.
+// What `table`, which begins at the number with pattern -2^15, has for each of a pair's numbers of 16 bits.
 template <typename T>
 C10_ALWAYS_INLINE Pair look_up(const float* table, const T* p) {
+  table += 1 << 15;
   if constexpr (std::is_same_v<T, at::BFloat16>) {
-    const Int bits = Int::loadu(p), low(0xFFFF);
-    return {at::vec::gather<4>(table, bits & low), at::vec::gather<4>(table, (bits >> Int(16)) & low)};
+    const Int bits = Int::loadu(p);
+    return {at::vec::gather<4>(table, bits << Int(16) >> Int(16)), at::vec::gather<4>(table, bits >> Int(16))};
   } else {
     alignas(64) float found[2 * W];
-    for (int64_t k = 0; k < 2 * W; ++k) found[k] = table[p[k].x];
+    for (int64_t k = 0; k < 2 * W; ++k) found[k] = table[static_cast<int16_t>(p[k].x)];
     return {V::loadu(found), V::loadu(found + W)};
   }
 }
@@ -359,8 +361,9 @@ C10_ALWAYS_INLINE V round_in_pair(V x) {
 template <typename T, Cast cast>
 C10_ALWAYS_INLINE void store_pair(Pair x, T* p) {
   if constexpr (std::is_same_v<T, at::BFloat16>) {
-    const Int even = (bf16_above<cast>(x.a) >> Int(16)) & Int(0xFFFF), odd = bf16_above<cast>(x.b) & Int(0xFFFF0000);
-    (even | odd).store(p);
+    const Int even = bf16_above<cast>(x.a) >> Int(16), odd = bf16_above<cast>(x.b);
+    const Short upper = at::vec::cast<int16_t>(Int(0xFFFF0000));
+    Short::blendv(at::vec::cast<int16_t>(even), at::vec::cast<int16_t>(odd), upper).store(p);
   } else {
     store<T, cast>(x.a, p, false, 0, W);
     store<T, cast>(x.b, p, false, W, W);
@@ -384,14 +387,15 @@ V silu_bf16_sigmoid(V x) {
   return x * V::blendv(round_to<T, cast>(one - y), y, x < V(0.0f));
 }
 
-// f of every number of 16 bits, in the order of their patterns. Looking it up takes a third of the time of an exp and a
-// division: the gates of a layer have few different exponents, and what they need of a table fits the innermost cache.
+// f of every number of 16 bits, in the order of their patterns as signed integers. Looking it up takes a third of the time of
+// an exp and a division: the gates of a layer have few different exponents, and what they need of a table fits the innermost
+// cache.
 template <typename T, typename F>
 std::vector<float> tabulated(const F& f) {
   std::vector<float> table(size_t{1} << 16);
   T gates[W];
   for (size_t i = 0; i < table.size(); i += W) {
-    for (int64_t k = 0; k < W; ++k) gates[k].x = static_cast<uint16_t>(i + k);
+    for (int64_t k = 0; k < W; ++k) gates[k].x = static_cast<uint16_t>(i + k + (1 << 15));
     f(load(gates, W)).store(&table[i]);
   }
   return table;
@@ -426,8 +430,9 @@ struct GatedArgs {
 template <typename Pairs, typename Rest>
 void for_pointwise(int64_t numel, const Pairs& pairs, const Rest& rest) {
   at::parallel_for(0, numel, kGrain, [&](int64_t begin, int64_t end) {
+    const auto own = pairs;  // no store can reach what it holds: pointers stay in registers
     int64_t i = begin;
-    for (; i + 2 * W <= end; i += 2 * W) pairs(i);
+    for (; i + 2 * W <= end; i += 2 * W) own(i);
     for (; i < end; i += W) rest(i, std::min(W, end - i));
   });
 }
