@@ -56,7 +56,7 @@ def operations(config: Any, batch: int = BATCH, tokens: int = TOKENS) -> Iterato
 
     def rope_aligned() -> Any:
         table = cos.unsqueeze(1), sin.unsqueeze(1)
-        return torch.autograd.grad([ops.rope(x, *table, *rope) for x in (query, key)], (query, key), grads)
+        return torch.autograd.grad(ops.rope(query, key, *table, *rope), (query, key), grads)
 
     yield "RoPE of queries and keys", rope_unaligned, rope_aligned
 

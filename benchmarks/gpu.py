@@ -110,12 +110,17 @@ def rope_checks(fused: Any, device: torch.device, rows: int, hidden: int, dtypes
     for dtype, code, cast, wide in itertools.product(dtypes, ROPE, CASTS, (False, True)):
         x_dtype = FP32 if wide else dtype
         name = f"RoPE {code} {cast} {dtype} of {x_dtype}"
-        # Queries as attention has them: a transposed view.
-        x = random((2, rows, max(hidden // head_dim, 1), head_dim), x_dtype, device).transpose(1, 2)
+        heads = max(hidden // head_dim, 1)
+        # As attention has them: transposed views.
+        pair = [random((2, rows, n, head_dim), x_dtype, device, n).transpose(1, 2) for n in (heads, max(heads // 4, 1))]
         settings = (cos, sin, *fields(code), cast, dtype)
-        yield check(f"{name}, forward", fused.rope(x, *settings), reference.rope(x, *settings))
-        backward = (x.to(dtype), *settings, x_dtype)
-        yield check(f"{name}, backward", fused.rope_backward(*backward), reference.rope_backward(*backward))
+        outputs = zip(("query", "key"), fused.rope(*pair, *settings), reference.rope(*pair, *settings), strict=True)
+        for which, mine, theirs in outputs:
+            yield check(f"{name}, {which}", mine, theirs)
+        backward = (*(x.to(dtype) for x in pair), *settings, x_dtype)
+        grads = zip(("query", "key"), fused.rope_backward(*backward), reference.rope_backward(*backward), strict=True)
+        for which, mine, theirs in grads:
+            yield check(f"{name}, gradient of {which}", mine, theirs)
 
 
 def swiglu_checks(fused: Any, device: torch.device, rows: int, hidden: int, dtypes: Dtypes) -> Iterator[Check]:
@@ -200,7 +205,7 @@ def operations(hidden: int, tokens: int, device: torch.device, liger: bool) -> I
     query, key = (leaf(1, tokens, n, HEAD_DIM).transpose(1, 2).requires_grad_() for n in (heads, kv_heads))
 
     def rope(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
-        return tuple(ops.rope(x, cos, sin, "bf16", "fp32", "rne", BF16) for x in (query, key))
+        return ops.rope(query, key, cos, sin, "bf16", "fp32", "rne", BF16)
 
     def rope_transformers(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
         return apply_rotary_pos_emb(query, key, *rounded)

@@ -31,7 +31,7 @@ some = settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.reu
 shapes = st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 5), st.sampled_from([2, 6, 16, 24, 64]))
 
 
-def equal(mine: Tensor, theirs: Tensor) -> bool:
+def equal(mine: Tensor | tuple[Tensor, ...], theirs: Tensor | tuple[Tensor, ...]) -> bool:
     """Equal bits, dtype and layout."""
     return same(mine, theirs) and same_layout(mine, theirs)
 
@@ -63,24 +63,27 @@ def test_rope(
 ) -> None:
     batch, heads, seq, head_dim = shape
     if seq_first:
-        shape, table = (batch, seq, heads, head_dim), (1, seq, 1, head_dim)
+        shapes, table = [(batch, seq, n, head_dim) for n in (heads, 1)], (1, seq, 1, head_dim)
     else:
+        shapes = [(batch, n, seq, head_dim) for n in (heads, 1)]
         table = (data.draw(st.sampled_from([1, batch])), 1, seq, head_dim)
     x_dtype = FP32 if unrounded else dtype
-    x, grad = data.draw(tensors(shape, x_dtype)), data.draw(tensors(shape, dtype))
+    pair = [data.draw(tensors(shape, x_dtype)) for shape in shapes]
+    grads = [data.draw(tensors(shape, dtype)) for shape in shapes]
     cos, sin = (data.draw(tensors(table, FP32, special=False)) for _ in range(2))
     settings = (*ROPE[code], cast, dtype)
-    assert equal(triton.rope(x, cos, sin, *settings), reference.rope(x, cos, sin, *settings))
+    assert equal(triton.rope(*pair, cos, sin, *settings), reference.rope(*pair, cos, sin, *settings))
     settings = (*settings, x_dtype)
-    assert equal(triton.rope_backward(grad, cos, sin, *settings), reference.rope_backward(grad, cos, sin, *settings))
+    assert equal(triton.rope_backward(*grads, cos, sin, *settings), reference.rope_backward(*grads, cos, sin, *settings))
 
 
 def test_rope_without_heads_and_with_more_than_fit_one_block() -> None:
     settings = (*ROPE["R3"], "rne", BF16)
     x, angles = random((2, 5, 16), BF16), random((5, 16), FP32, 1)
-    assert equal(triton.rope(x, angles, angles, *settings), reference.rope(x, angles, angles, *settings))
+    assert equal(triton.rope(x, x, angles, angles, *settings), reference.rope(x, x, angles, angles, *settings))
     x, angles = random((2, 70, 3, 128), BF16), random((3, 128), FP32, 1)
-    assert equal(triton.rope(x, angles, angles, *settings), reference.rope(x, angles, angles, *settings))
+    pair = x, x[:, :33]
+    assert equal(triton.rope(*pair, angles, angles, *settings), reference.rope(*pair, angles, angles, *settings))
 
 
 FREEDOM = {"silu": 2, "gelu": 4, "gelu_tanh": 8}
@@ -247,7 +250,7 @@ def test_residual_add_and_cast(
 def test_empty_batches() -> None:
     x, weight = torch.empty(0, 5, 64, dtype=BF16), random((64,), BF16)
     cos = torch.ones(1, 5, 64)
-    assert triton.rope(x, cos, cos, "bf16", "fp32", "rne", BF16).shape == x.shape
+    assert triton.rope(x, x, cos, cos, "bf16", "fp32", "rne", BF16)[0].shape == x.shape
     assert triton.gated_act(x, x, "silu", False, "fp32", "rne").shape == x.shape
     out, carry, rstd = triton.add_rms_norm(x, x, weight, EPS, "never", False, True, True, "rne", BF16)
     assert out.shape == carry.shape == x.shape

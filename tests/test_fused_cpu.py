@@ -74,18 +74,19 @@ def test_rope(
 ) -> None:
     batch, heads, seq, head_dim = shape
     if seq_first:
-        shape, table = (batch, seq, heads, head_dim), (1, seq, 1, head_dim)
+        shapes, table = [(batch, seq, n, head_dim) for n in (heads, 1)], (1, seq, 1, head_dim)
     else:
+        shapes = [(batch, n, seq, head_dim) for n in (heads, 1)]
         table = (data.draw(st.sampled_from([1, batch])), 1, seq, head_dim)
     x_dtype = FP32 if unrounded else dtype
-    x = data.draw(tensors(shape, x_dtype))
-    grad = data.draw(tensors(shape, dtype))
+    pair = [data.draw(tensors(shape, x_dtype)) for shape in shapes]
+    grads = [data.draw(tensors(shape, dtype)) for shape in shapes]
     # The halves of a table need not agree; nor do its signs.
     cos, sin = (data.draw(tensors(table, FP32, special=False)) for _ in range(2))
     settings = (*ROPE[code], cast, dtype)
-    assert equal(cpu.rope(x, cos, sin, *settings), reference.rope(x, cos, sin, *settings))
+    assert equal(cpu.rope(*pair, cos, sin, *settings), reference.rope(*pair, cos, sin, *settings))
     settings = (*settings, x_dtype)
-    assert equal(cpu.rope_backward(grad, cos, sin, *settings), reference.rope_backward(grad, cos, sin, *settings))
+    assert equal(cpu.rope_backward(*grads, cos, sin, *settings), reference.rope_backward(*grads, cos, sin, *settings))
 
 
 @dtypes
@@ -206,7 +207,7 @@ def test_large_elementwise_shapes(dtype: torch.dtype, threads: int) -> None:
     x = random((2, 9, 700, 64), dtype)
     angles = random((2, 1, 700, 64), FP32, 1, 100.0)
     for code in ROPE:
-        rope = (x, angles.cos(), angles.sin(), *ROPE[code], "rne", dtype)
+        rope = (x, x[:, :3], angles.cos(), angles.sin(), *ROPE[code], "rne", dtype)
         assert equal(cpu.rope(*rope), reference.rope(*rope))
 
 
@@ -225,7 +226,7 @@ def test_residual_add_and_cast(
 def test_empty_batches() -> None:
     x, weight = torch.empty(0, 5, 64, dtype=BF16), random((64,), BF16)
     cos = torch.ones(1, 5, 64)
-    assert cpu.rope(x, cos, cos, "bf16", "fp32", "rne", BF16).shape == x.shape
+    assert cpu.rope(x, x, cos, cos, "bf16", "fp32", "rne", BF16)[0].shape == x.shape
     assert cpu.gated_act(x, x, "silu", False, "fp32", "rne").shape == x.shape
     out, carry, rstd = cpu.add_rms_norm(x, x, weight, EPS, "never", False, True, True, "rne", BF16)
     assert out.shape == carry.shape == x.shape
@@ -243,7 +244,7 @@ def test_ops_save_nothing_but_their_inputs_and_one_number_per_row() -> None:
     cos, sin = angles.cos(), angles.sin()
     saved: list[Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-        ops.rope(x, cos, sin, "bf16", "fp32", "rne", BF16)
+        ops.rope(x, residual, cos, sin, "bf16", "fp32", "rne", BF16)
         assert {t.data_ptr() for t in saved} == {cos.data_ptr(), sin.data_ptr()}
         saved.clear()
         ops.gated_act(gate, up, "silu", False, "fp32", "rne")

@@ -89,12 +89,12 @@ def test_rope_equals_the_oracle(
 ) -> None:
     head_dim = data.draw(st.sampled_from([2, 6, 16]))
     # A QK-norm whose output is not rounded hands over FP32.
-    x = data.draw(tensors((2, heads, seq, head_dim), torch.float32 if unrounded else dtype))
+    pair = [data.draw(tensors((2, n, seq, head_dim), torch.float32 if unrounded else dtype)) for n in (heads, 1)]
     first = data.draw(st.integers(0, 100_000))
     cos, sin = tables(torch.arange(first, first + seq), head_dim)
-    actual = ops.rope(x, cos, sin, *ROPE[code], cast, dtype)
-    assert np.array_equal(pattern(actual, dtype), oracle.rope(f32(x), f32(cos), f32(sin), code, FORMATS[dtype], cast))
-    assert actual.stride() == torch.empty_like(x).stride()
+    for x, actual in zip(pair, ops.rope(*pair, cos, sin, *ROPE[code], cast, dtype), strict=True):
+        assert np.array_equal(pattern(actual, dtype), oracle.rope(f32(x), f32(cos), f32(sin), code, FORMATS[dtype], cast))
+        assert actual.stride() == torch.empty_like(x).stride()
 
 
 @pytest.mark.parametrize("cast", CASTS)
@@ -111,40 +111,42 @@ def test_fma_of_rope_rounds_once(cast: str, lower_is_even: bool, sign: int, dtyp
     halfway = 1.5 * (1 + steps * ulp)
     up = sign > 0 or (sign == 0 and not lower_is_even)
     expected = halfway + (ulp / 2 if up and cast == "rne" else -ulp / 2)
-    actual = ops.rope(x.to(dtype), cos, torch.tensor([-1.0, -1.0]), *ROPE["R2"], cast, dtype)
-    assert actual[0].item() == expected
+    x = x.to(dtype)
+    for actual in ops.rope(x, x, cos, torch.tensor([-1.0, -1.0]), *ROPE["R2"], cast, dtype):
+        assert actual[0].item() == expected
 
 
 @dtypes
 @pytest.mark.parametrize(("one", "other"), [*itertools.combinations(itertools.product(ROPE, CASTS), 2)])
 def test_every_two_rope_schedules_differ(dtype: torch.dtype, one: tuple[str, str], other: tuple[str, str]) -> None:
     x, (cos, sin) = random((1, 2, 64, 32), dtype), tables(torch.arange(64), 32, theta=100.0)
-    outputs = [ops.rope(x, cos, sin, *ROPE[code], cast, dtype) for code, cast in (one, other)]
-    assert not torch.equal(*outputs)
+    outputs = [ops.rope(x, x, cos, sin, *ROPE[code], cast, dtype) for code, cast in (one, other)]
+    assert not any(torch.equal(*pair) for pair in zip(*outputs, strict=True))
 
 
 @dtypes
 @pytest.mark.parametrize("code", ROPE)
 @pytest.mark.parametrize("unrounded", [False, True])
 def test_rope_gradient_is_exact_but_for_one_rounding(dtype: torch.dtype, code: str, unrounded: bool) -> None:
-    x = random((2, 3, 40, 32), torch.float32 if unrounded else dtype).requires_grad_()
+    pair = [random((2, n, 40, 32), torch.float32 if unrounded else dtype, n).requires_grad_() for n in (3, 1)]
     cos, sin = tables(torch.arange(40), 32, theta=100.0)
-    grad = random((2, 3, 40, 32), dtype, seed=1)
-    ops.rope(x, cos, sin, *ROPE[code], "rtz", dtype).backward(grad)
+    grads = [random((2, n, 40, 32), dtype, seed=n + 1) for n in (3, 1)]
+    torch.autograd.backward(ops.rope(*pair, cos, sin, *ROPE[code], "rtz", dtype), grads)
 
     # The backward pass sees the tables of the forward pass.
     seen = [f32(t) if code == "R4" else oracle.rounded(f32(t), FORMATS[dtype], "rtz") for t in (cos, sin)]
     cos64, sin64 = (torch.from_numpy(t).double() for t in seen)
-    x64 = x.detach().double().requires_grad_()
-    first, second = x64.chunk(2, dim=-1)
-    (x64 * cos64 + torch.cat((-second, first), dim=-1) * sin64).backward(grad.double())
-    terms = (grad.double() * cos64).abs() + (grad.double() * sin64).abs().roll(16, -1)
-    if code == "R1" and not unrounded:
-        # Stepwise, as transformers: each product is rounded too. Its bits are compared in test_ops_real_modules.
-        assert_rounded(x.grad, x64.grad, terms * 2.0 ** -(FORMATS[dtype].precision))
-        assert not torch.equal(x.grad, x64.grad.to(dtype))
-    else:
-        assert_rounded(x.grad, x64.grad, terms * 2.0**-23)
+    for x, grad in zip(pair, grads, strict=True):
+        x64 = x.detach().double().requires_grad_()
+        first, second = x64.chunk(2, dim=-1)
+        (x64 * cos64 + torch.cat((-second, first), dim=-1) * sin64).backward(grad.double())
+        terms = (grad.double() * cos64).abs() + (grad.double() * sin64).abs().roll(16, -1)
+        if code == "R1" and not unrounded:
+            # Stepwise, as transformers: each product is rounded too. Its bits are compared in test_ops_real_modules.
+            assert_rounded(x.grad, x64.grad, terms * 2.0 ** -(FORMATS[dtype].precision))
+            assert not torch.equal(x.grad, x64.grad.to(dtype))
+        else:
+            assert_rounded(x.grad, x64.grad, terms * 2.0**-23)
 
 
 def assert_rounded(actual: Tensor, exact: Tensor, slack: Tensor | float) -> None:
@@ -173,7 +175,7 @@ def test_rope_angles_are_near_the_exact_ones_and_one_to_eight_percent_of_the_out
         angles = reference.rope_angles(positions, theta, head_dim, angle)
         assert bool(((angles.double() - exact).abs() <= epsilons * 2**-23 * exact).all()), angle
         table = angles.repeat(1, 2)
-        outputs[angle] = ops.rope(x, table.cos(), table.sin(), *ROPE["R4"], "rne", torch.bfloat16)
+        outputs[angle], _ = ops.rope(x, x, table.cos(), table.sin(), *ROPE["R4"], "rne", torch.bfloat16)
     for one, other in itertools.combinations(ANGLES, 2):
         assert 0.005 < share(outputs[one], outputs[other]) < 0.08, (one, other)
 
@@ -343,7 +345,7 @@ def test_every_two_qk_modes_differ(dtype: torch.dtype) -> None:
     for mode, (norm_round, out_round) in QK.items():
         for cast in CASTS[: 1 if mode == "none" else 2]:
             out, _, _ = ops.add_rms_norm(x, None, weight, EPS, "before_var", norm_round, out_round, None, cast, dtype)
-            rotated[mode, cast] = ops.rope(out, cos, sin, "bf16", "fp32", "rne", dtype)
+            rotated[mode, cast], _ = ops.rope(out, out, cos, sin, "bf16", "fp32", "rne", dtype)
     for one, other in itertools.combinations(rotated, 2):
         assert not torch.equal(rotated[one], rotated[other]), (one, other)
 
@@ -418,7 +420,7 @@ def test_rope_schedules_are_as_far_apart_as_documented() -> None:
     x = random((1, 4, 512, 128), torch.bfloat16)
     positions = torch.randint(0, 32768, (512,), generator=torch.Generator().manual_seed(1))
     cos, sin = tables(positions, 128)
-    out = {code: ops.rope(x, cos, sin, *fields, "rne", torch.bfloat16) for code, fields in ROPE.items()}
+    out = {code: ops.rope(x, x, cos, sin, *fields, "rne", torch.bfloat16)[0] for code, fields in ROPE.items()}
     for one, other, documented in (("R1", "R3", 0.29), ("R1", "R4", 0.36), ("R3", "R4", 0.26), ("R1", "R2", 0.22)):
         assert share(out[one], out[other]) == pytest.approx(documented, abs=0.03), (one, other)
 
@@ -465,8 +467,8 @@ def samples() -> list[tuple[object, tuple[object, ...]]]:
         (wide(), wide(), weight, EPS, "never", True, False, False, "rne", bf16),
     ]
     return [
-        (ops.rope, (x("transposed"), cos, sin, "bf16", "bf16", "rne", bf16)),
-        (ops.rope, (wide(), cos, sin, "fp32", "fp32", "rtz", bf16)),
+        (ops.rope, (x("transposed"), x("transposed")[:, :1], cos, sin, "bf16", "bf16", "rne", bf16)),
+        (ops.rope, (wide(), wide("sliced"), cos, sin, "fp32", "fp32", "rtz", bf16)),
         (ops.gated_act, (x("sliced"), x("transposed"), "silu", False, "fp32", "rne")),
         *((ops.add_rms_norm, call) for call in norm_calls),
         (ops.residual_add, (x(), wide("transposed"), True, "rne", bf16)),

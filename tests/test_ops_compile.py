@@ -30,12 +30,11 @@ def leaf(*shape: int, seed: int, dtype: torch.dtype = DTYPE) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype).requires_grad_()
 
 
-def rotated(query: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
-    heads = (2 * query).transpose(2, 3)
-    return [
-        0.5 * ops.rope(x, cos, sin, *ROPE[code], cast, DTYPE).float()
-        for x, (code, cast) in zip(heads.unbind(), ROPES, strict=True)
-    ]
+def rotated(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> list[Tensor]:
+    out = []
+    for q, k, (code, cast) in zip((2 * query).unbind(), (2 * key).unbind(), ROPES, strict=True):
+        out += ops.rope(q.transpose(1, 2), k.transpose(1, 2), cos, sin, *ROPE[code], cast, DTYPE)
+    return [0.5 * x.float() for x in out]
 
 
 def gated(gate: Tensor, up: Tensor) -> list[Tensor]:
@@ -59,7 +58,8 @@ def qk_normed(query: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> list[T
     for q, w, (mode, cast) in zip(query.unbind(), weight.unbind(), QKS, strict=True):
         norm_round, out_round = QK[mode]
         normalised, _, _ = ops.add_rms_norm(2 * q, None, w, EPS, "before_var", norm_round, out_round, None, cast, DTYPE)
-        out.append(0.5 * ops.rope(normalised.transpose(1, 2), cos, sin, *ROPE["R3"], "rne", DTYPE).float())
+        heads = normalised.transpose(1, 2)
+        out += [0.5 * x.float() for x in ops.rope(heads, heads, cos, sin, *ROPE["R3"], "rne", DTYPE)]
     return out
 
 
@@ -77,7 +77,7 @@ def tables(length: int, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 CASES: dict[str, tuple[Callable[..., list[Tensor]], tuple[Tensor, ...]]] = {
-    "rope": (rotated, (leaf(len(ROPES), 2, 9, 3, 16, seed=1), *tables(9, 16))),
+    "rope": (rotated, (leaf(len(ROPES), 2, 9, 3, 16, seed=1), leaf(len(ROPES), 2, 9, 1, 16, seed=11), *tables(9, 16))),
     "gated_act": (gated, (leaf(len(GATED), 7, 40, seed=2), leaf(len(GATED), 7, 40, seed=3))),
     "add_rms_norm": (
         normed,
@@ -122,7 +122,7 @@ def test_compiled_ops_give_the_same_bits_for_every_code() -> None:
         queries, gates, ups = (2 * query).unbind(), (2 * gate).unbind(), (0.25 * up).unbind()
         *xs, last_x = (2 * x).unbind()
         *residuals, last_residual = (4 * residual).unbind()
-        out = [ops.rope(q, cos, sin, *ROPE[code], "rne", DTYPE) for q, code in zip(queries, ROPE, strict=True)]
+        out = [x for q, code in zip(queries, ROPE, strict=True) for x in ops.rope(q, q, cos, sin, *ROPE[code], "rne", DTYPE)]
         for g, u, code in zip(gates, ups, SWIGLU, strict=True):
             out.append(ops.gated_act(g, u, "silu", *SWIGLU[code], "rne"))
         for x_, r, w, code in zip(xs, residuals, weight.unbind(), NORM, strict=True):

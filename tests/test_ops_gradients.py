@@ -53,7 +53,7 @@ def test_rope(code: str) -> None:
     cos, sin = angles.cos(), angles.sin()
 
     def ours(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
-        return tuple(ops.rope(x, cos, sin, *ROPE[code], "rne", BF16) for x in (query, key))
+        return ops.rope(query, key, cos, sin, *ROPE[code], "rne", BF16)
 
     def transformers(query: Tensor, key: Tensor, dtype: torch.dtype = BF16) -> tuple[Tensor, ...]:
         return apply_rotary_pos_emb(query, key, cos[None].to(dtype), sin[None].to(dtype))

@@ -121,7 +121,7 @@ def test_rotary_embedding_is_r1(architecture: str, dtype: torch.dtype, rope: str
     def ours(query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
         cos, sin = (table.unsqueeze(1) for table in embedding(query.float(), positions))
         assert cos.dtype == FP32
-        return tuple(ops.rope(x.transpose(1, 2), cos, sin, *ROPE["R1"], "rne", dtype) for x in (query, key))
+        return ops.rope(query.transpose(1, 2), key.transpose(1, 2), cos, sin, *ROPE["R1"], "rne", dtype)
 
     head_dim = settings.head_dim
     assert_same_with_gradients(
@@ -198,8 +198,8 @@ def test_olmo2_rope_is_r4(dtype: torch.dtype) -> None:
     embedding, rotate = of("olmo2", "RotaryEmbedding")(settings), of("olmo2", "apply_rotary_pos_emb")
     query, key = random((2, 4, 100, settings.head_dim), dtype, 1), random((2, 2, 100, settings.head_dim), dtype, 2)
     cos, sin = embedding(query, torch.arange(100)[None])
-    for x, expected in zip((query, key), rotate(query, key, cos, sin), strict=True):
-        assert same(ops.rope(x, cos[:, None], sin[:, None], *ROPE["R4"], "rne", dtype), expected)
+    rotated = ops.rope(query, key, cos[:, None], sin[:, None], *ROPE["R4"], "rne", dtype)
+    assert same(rotated, rotate(query, key, cos, sin))
 
 
 # -- transformers, FP32 parameters under autocast: R4 S1 N6, QK-norm `norm` -------------------------------------------
@@ -235,9 +235,9 @@ def test_qk_norm_and_rope_under_autocast() -> None:
     ours, _, _ = ops.add_rms_norm(projected, None, weight, EPS, "before_var", True, False, None, "rne", BF16)
     assert same(ours, normed)
     query = normed.transpose(1, 2)
-    for expected in rotate(query, query, cos, sin):
-        rotated = ops.rope(ours.transpose(1, 2), cos[:, None], sin[:, None], *ROPE["R4"], "rne", BF16)
-        assert same(rotated, expected.to(BF16))
+    mine = ours.transpose(1, 2)
+    rotated = ops.rope(mine, mine, cos[:, None], sin[:, None], *ROPE["R4"], "rne", BF16)
+    assert same(rotated, tuple(x.to(BF16) for x in rotate(query, query, cos, sin)))
 
 
 @architectures
@@ -247,8 +247,8 @@ def test_rope_under_autocast_is_r4(architecture: str) -> None:
     embedding, rotate = of(architecture, "RotaryEmbedding")(settings), of(architecture, "apply_rotary_pos_emb")
     query, key = random((2, 4, 20, 32), BF16, 1), random((2, 2, 20, 32), BF16, 2)
     cos, sin = embedding(random((1,), FP32), torch.arange(20)[None])
-    for x, expected in zip((query, key), rotate(query, key, cos, sin), strict=True):
-        assert same(ops.rope(x, cos[:, None], sin[:, None], *ROPE["R4"], "rne", BF16), expected.to(BF16))
+    rotated = ops.rope(query, key, cos[:, None], sin[:, None], *ROPE["R4"], "rne", BF16)
+    assert same(rotated, tuple(x.to(BF16) for x in rotate(query, key, cos, sin)))
 
 
 @architectures
@@ -295,9 +295,9 @@ def assert_near(actual: Tensor, expected: Tensor) -> None:
 def test_vllm_rotary_embedding_is_r3(given: dict[str, Any], vllm: dict[str, Tensor]) -> None:
     inv_freq = 1.0 / THETA ** (torch.arange(0, HEAD_DIM, 2, dtype=FP32) / HEAD_DIM)
     angles = (given["positions"][:, None].float() * inv_freq).repeat(1, 2)[:, None]
-    for name in ("query", "key"):
-        x = given[name].view(TOKENS, -1, HEAD_DIM)
-        assert same(ops.rope(x, angles.cos(), angles.sin(), *ROPE["R3"], "rne", BF16).flatten(1), vllm[name])
+    pair = (given[name].view(TOKENS, -1, HEAD_DIM) for name in ("query", "key"))
+    query, key = ops.rope(*pair, angles.cos(), angles.sin(), *ROPE["R3"], "rne", BF16)
+    assert same((query.flatten(1), key.flatten(1)), (vllm["query"], vllm["key"]))
 
 
 @pytest.mark.parametrize(("name", "code"), [("silu", "S1"), ("gelu_tanh", "S1"), ("kernel_silu", "S3")])

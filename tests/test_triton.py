@@ -101,9 +101,11 @@ formats = pytest.mark.parametrize(
 
 def rope_ptx(code: str, pointer: str, dtype: Any, cast: str, backward: bool = False, fusion: bool = False) -> str:
     table, compute = ROPE[code]
-    settings = {"HALF": 64, "BLOCK_HALF": 64, "BLOCK_HEADS": 32, "TABLE_ROUND": table == "bf16", "TABLE_CAST": cast}
-    settings |= {"BACKWARD": backward, "COMPUTE": compute, "DTYPE": dtype, "CAST": cast}
-    return ptx(kernels.rope, {"x": pointer, "out": pointer, "cos": "*fp32", "sin": "*fp32"}, fusion, **settings)
+    settings = {"HALF": 64, "BLOCK_HALF": 64, "BLOCK_QUERY_HEADS": 32, "BLOCK_KEY_HEADS": 8}
+    settings |= {"TABLE_ROUND": table == "bf16", "TABLE_CAST": cast, "BACKWARD": backward}
+    settings |= {"COMPUTE": compute, "DTYPE": dtype, "CAST": cast}
+    pointers = dict.fromkeys(("query", "query_out", "key", "key_out"), pointer) | dict.fromkeys(("cos", "sin"), "*fp32")
+    return ptx(kernels.rope, pointers, fusion, **settings)
 
 
 @formats

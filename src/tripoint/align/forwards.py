@@ -218,10 +218,7 @@ class AlignedAttention(AlignedForward):
         if rounding.table == "fp32" or rounding.cast != "rne":
             _require_fp32(cos, self.name, "the RoPE table")
         cos, sin = cos.float().unsqueeze(unsqueeze_dim), sin.float().unsqueeze(unsqueeze_dim)
-        return (
-            ops.rope(query, cos, sin, rounding.table, rounding.compute, rounding.cast, dtype),
-            ops.rope(key, cos, sin, rounding.table, rounding.compute, rounding.cast, dtype),
-        )
+        return ops.rope(query, key, cos, sin, rounding.table, rounding.compute, rounding.cast, dtype)
 
 
 class AlignedDecoderLayer(AlignedForward):

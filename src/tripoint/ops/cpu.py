@@ -157,8 +157,8 @@ def _differing_ops() -> list[str]:
     rstd = reference.add_rms_norm(x, residual, weight, 1e-5, *n1, True, "rne", bf16)[2]
     # In FP32 no rounding hides a different last bit.
     calls: list[tuple[str, tuple[object, ...]]] = [
-        *(("rope", (x, table, table, "bf16", compute, "rne", bf16)) for compute in _COMPUTES),
-        ("rope", (wide, table, table, "fp32", "fp32", "rne", fp32)),
+        *(("rope", (x, residual, table, table, "bf16", compute, "rne", bf16)) for compute in _COMPUTES),
+        ("rope", (wide, wider, table, table, "fp32", "fp32", "rne", fp32)),
         *(("gated_act", (gate, up, "silu", sig == "bf16", sig, "rne")) for sig in ("fp32", "bf16")),
         ("gated_act_backward", (up, gate, up, "silu", False, "fp32", "rne")),
         ("add_rms_norm", (x, residual, weight, 1e-5, "never", False, False, False, "rne", bf16)),
@@ -213,25 +213,41 @@ class _Outer:
         return _Rows(tensor.data_ptr(), (*self._padding, *(stride[dim] for dim in self._order)), _wide(tensor))
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype) -> Tensor:
+def rope(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """See `reference.rope`."""
-    if not _supported(dtype, x) or not cos.dtype == sin.dtype == torch.float32 or x.dim() > 4:
-        return reference.rope(x, cos, sin, table, compute, cast, dtype)
-    if table == "bf16":
-        cos, sin = cast_to(cos, dtype, cast), cast_to(sin, dtype, cast)
-    return _rotate(x, cos, sin, dtype, dtype, compute, cast, backward=False)
+    if not _rotatable(query, key, cos, sin, dtype):
+        return reference.rope(query, key, cos, sin, table, compute, cast, dtype)
+    tables = _tables(cos, sin, table, cast, dtype)
+    return _rotate(query, *tables, dtype, dtype, compute, cast), _rotate(key, *tables, dtype, dtype, compute, cast)
 
 
 def rope_backward(
-    grad: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype, x_dtype: torch.dtype
-) -> Tensor:
+    grad_query: Tensor,
+    grad_key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    table: str,
+    compute: str,
+    cast: str,
+    dtype: torch.dtype,
+    x_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
     """See `reference.rope_backward`."""
-    if not _supported(dtype, grad) or not cos.dtype == sin.dtype == torch.float32 or grad.dim() > 4:
-        return reference.rope_backward(grad, cos, sin, table, compute, cast, dtype, x_dtype)
-    if table == "bf16":
-        cos, sin = cast_to(cos, dtype, cast), cast_to(sin, dtype, cast)
+    if not _rotatable(grad_query, grad_key, cos, sin, dtype):
+        return reference.rope_backward(grad_query, grad_key, cos, sin, table, compute, cast, dtype, x_dtype)
     stepwise = compute == "bf16" and x_dtype == dtype
-    return _rotate(grad, cos, sin, dtype, x_dtype, "bf16" if stepwise else "fp32", "rne", backward=True)
+    settings = (*_tables(cos, sin, table, cast, dtype), dtype, x_dtype, "bf16" if stepwise else "fp32", "rne", True)
+    return _rotate(grad_query, *settings), _rotate(grad_key, *settings)
+
+
+def _rotatable(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, dtype: torch.dtype) -> bool:
+    return _supported(dtype, query, key) and cos.dtype == sin.dtype == torch.float32 and query.dim() == key.dim() <= 4
+
+
+def _tables(cos: Tensor, sin: Tensor, table: str, cast: str, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return (cast_to(cos, dtype, cast), cast_to(sin, dtype, cast)) if table == "bf16" else (cos, sin)
 
 
 def _rotate(
@@ -242,7 +258,7 @@ def _rotate(
     out_dtype: torch.dtype,
     compute: str,
     cast: str,
-    backward: bool,
+    backward: bool = False,
 ) -> Tensor:
     out = rows_like(x, out_dtype)
     if out.numel() > 0:

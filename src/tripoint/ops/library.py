@@ -23,37 +23,57 @@ def _of(tensor: Tensor) -> ModuleType:
 
 
 @torch.library.custom_op("tripoint::rope", mutates_args=())
-def rope(x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype) -> Tensor:
-    return _of(x).rope(x, cos, sin, table, compute, cast, dtype)
+def rope(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return _of(query).rope(query, key, cos, sin, table, compute, cast, dtype)
 
 
 @rope.register_fake
-def _(x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype)
+def _(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(query, dtype=dtype), torch.empty_like(key, dtype=dtype)
 
 
 @torch.library.custom_op("tripoint::rope_backward", mutates_args=())
 def rope_backward(
-    grad: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype, x_dtype: torch.dtype
-) -> Tensor:
-    return _of(grad).rope_backward(grad, cos, sin, table, compute, cast, dtype, x_dtype)
+    grad_query: Tensor,
+    grad_key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    table: str,
+    compute: str,
+    cast: str,
+    dtype: torch.dtype,
+    x_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    return _of(grad_query).rope_backward(grad_query, grad_key, cos, sin, table, compute, cast, dtype, x_dtype)
 
 
 @rope_backward.register_fake
 def _(
-    grad: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype, x_dtype: torch.dtype
-) -> Tensor:
-    return torch.empty_like(grad, dtype=x_dtype)
+    grad_query: Tensor,
+    grad_key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    table: str,
+    compute: str,
+    cast: str,
+    dtype: torch.dtype,
+    x_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(grad_query, dtype=x_dtype), torch.empty_like(grad_key, dtype=x_dtype)
 
 
-def _rope_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    x, cos, sin, *settings = inputs
-    ctx.settings = (*settings, x.dtype)
+def _rope_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    query, _, cos, sin, *settings = inputs
+    ctx.settings = (*settings, query.dtype)
     ctx.save_for_backward(cos, sin)
 
 
-def _rope_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    return rope_backward(grad, *ctx.saved_tensors, *ctx.settings), None, None, None, None, None, None
+def _rope_backward(ctx: Any, grad_query: Tensor, grad_key: Tensor) -> tuple[Tensor | None, ...]:
+    return *rope_backward(grad_query, grad_key, *ctx.saved_tensors, *ctx.settings), *(None,) * 6
 
 
 rope.register_autograd(_rope_backward, setup_context=_rope_setup)

@@ -18,14 +18,21 @@ from tripoint.ops.rounding import cast_like, cast_to, fma, round_to
 # -- RoPE -------------------------------------------------------------------------------------------------------------
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype) -> Tensor:
-    """Rotate `x` [..., seq, head_dim] by the FP32 tables `cos` and `sin` (broadcastable, full head_dim).
+def rope(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Rotate `query` and `key` [batch, heads, seq, head_dim] by the FP32 tables `cos` and `sin` (broadcastable, full head_dim).
 
     Source: Su et al. 2021 (arXiv 2104.09864), in the half-split layout of GPT-NeoX and Llama.
-    `x` is in `dtype`, or FP32 where a QK-norm's output is not rounded. Returns `dtype`, laid out in memory like `x`.
+    Both are in `dtype`, or FP32 where a QK-norm's output is not rounded; they may differ in the number of heads, and the
+    dimensions may stand in another order. Returns `dtype`, laid out in memory like `query` and `key`.
     """
     if table == "bf16":
         cos, sin = round_to(cos, dtype, cast), round_to(sin, dtype, cast)
+    return _rotate(query, cos, sin, compute, cast, dtype), _rotate(key, cos, sin, compute, cast, dtype)
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, compute: str, cast: str, dtype: torch.dtype) -> Tensor:
     x32 = x.float()
     first, second = x32.chunk(2, dim=-1)
     rotated = torch.cat((-second, first), dim=-1)
@@ -39,13 +46,21 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: st
 
 
 def rope_backward(
-    grad: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype, x_dtype: torch.dtype
-) -> Tensor:
-    """Gradient at an `x` of dtype `x_dtype`: the rotation by the opposite angle."""
+    grad_query: Tensor,
+    grad_key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    table: str,
+    compute: str,
+    cast: str,
+    dtype: torch.dtype,
+    x_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """Gradients at a query and a key of dtype `x_dtype`: the rotation by the opposite angle."""
     if table == "bf16":
         cos, sin = round_to(cos, dtype, cast), round_to(sin, dtype, cast)
     stepwise = compute == "bf16" and x_dtype == dtype
-    return rope(grad, cos, -sin, "fp32", "bf16" if stepwise else "fp32", "rne", x_dtype)
+    return rope(grad_query, grad_key, cos, -sin, "fp32", "bf16" if stepwise else "fp32", "rne", x_dtype)
 
 
 def rope_angles(position: Tensor, theta: float, head_dim: int, angle: str) -> Tensor:

@@ -55,37 +55,60 @@ def _outer_sizes(tensor: Tensor) -> tuple[int, int]:
 # -- RoPE -------------------------------------------------------------------------------------------------------------
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype) -> Tensor:
+def rope(
+    query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
     """See `reference.rope`."""
-    heads = _heads_dimension(x, cos, sin)
-    if x.dim() - (heads is not None) > 3:
-        return reference.rope(x, cos, sin, table, compute, cast, dtype)
-    return _rotate(x, cos, sin, heads, table, cast, compute, cast, dtype, dtype, backward=False)
+    heads = _heads_dimension(query, key, cos, sin)
+    if heads is None:
+        return reference.rope(query, key, cos, sin, table, compute, cast, dtype)
+    return _rotate(query, key, cos, sin, heads, table, cast, compute, cast, dtype, dtype, backward=False)
 
 
 def rope_backward(
-    grad: Tensor, cos: Tensor, sin: Tensor, table: str, compute: str, cast: str, dtype: torch.dtype, x_dtype: torch.dtype
-) -> Tensor:
+    grad_query: Tensor,
+    grad_key: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    table: str,
+    compute: str,
+    cast: str,
+    dtype: torch.dtype,
+    x_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
     """See `reference.rope_backward`."""
-    heads = _heads_dimension(grad, cos, sin)
-    if grad.dim() - (heads is not None) > 3:
-        return reference.rope_backward(grad, cos, sin, table, compute, cast, dtype, x_dtype)
+    heads = _heads_dimension(grad_query, grad_key, cos, sin)
+    if heads is None:
+        return reference.rope_backward(grad_query, grad_key, cos, sin, table, compute, cast, dtype, x_dtype)
     compute = "bf16" if compute == "bf16" and x_dtype == dtype else "fp32"
-    return _rotate(grad, cos, sin, heads, table, cast, compute, "rne", dtype, x_dtype, backward=True)
+    return _rotate(grad_query, grad_key, cos, sin, heads, table, cast, compute, "rne", dtype, x_dtype, backward=True)
 
 
-def _heads_dimension(x: Tensor, cos: Tensor, sin: Tensor) -> int | None:
-    """The largest dimension of `x` along which the table is the same, None if it is nowhere."""
-    tables = cos.expand(x.shape), sin.expand(x.shape)
-    shared = [dim for dim in range(x.dim() - 1) if all(t.stride(dim) == 0 or t.shape[dim] == 1 for t in tables)]
-    return max(shared, key=lambda dim: x.shape[dim], default=None)
+def _heads_dimension(query: Tensor, key: Tensor, cos: Tensor, sin: Tensor) -> int | None:
+    """The largest dimension along which the table is the same, and the only one in which query and key may differ.
+
+    None if there is none, or more than two are left for tokens: no kernel has that.
+    """
+    tables = cos.expand(query.shape), sin.expand(query.shape)
+    dims = range(query.dim() - 1)
+    shared = [dim for dim in dims if all(t.stride(dim) == 0 or t.shape[dim] == 1 for t in tables)]
+    differing = {dim for dim in dims if query.shape[dim] != key.shape[dim]}
+    heads = max((dim for dim in shared if differing <= {dim}), key=lambda dim: query.shape[dim], default=None)
+    return heads if query.dim() <= 4 else None
+
+
+def _by_token(tensor: Tensor, heads: int) -> Tensor:
+    """As [i, j, head, head_dim]: tokens have two outer dimensions."""
+    tensor = tensor.movedim(heads, -2)
+    return tensor[(None,) * (4 - tensor.dim())]
 
 
 def _rotate(
-    x: Tensor,
+    query: Tensor,
+    key: Tensor,
     cos: Tensor,
     sin: Tensor,
-    heads: int | None,
+    heads: int,
     table: str,
     table_cast: str,
     compute: str,
@@ -93,39 +116,34 @@ def _rotate(
     dtype: torch.dtype,
     out_dtype: torch.dtype,
     backward: bool,
-) -> Tensor:
-    out = rows_like(x, out_dtype)
-    if out.numel() == 0:
-        return laid_out_like(x, out)
-
-    def token_head(tensor: Tensor) -> Tensor:
-        """As [i, j, head, head_dim]."""
-        tensor = tensor.expand(x.shape)
-        tensor = tensor.unsqueeze(-2) if heads is None else tensor.movedim(heads, -2)
-        return tensor[(None,) * (4 - tensor.dim())]
-
-    rows, target = token_head(whole_rows(x)), token_head(out)
-    cosines, sines = token_head(whole_rows(cos)), token_head(whole_rows(sin))
-    size0, size1, count, head_dim = rows.shape
+) -> tuple[Tensor, Tensor]:
+    outs = rows_like(query, out_dtype), rows_like(key, out_dtype)
+    rows = [_by_token(x, heads) for x in (whole_rows(query), outs[0], whole_rows(key), outs[1])]
+    tables = [_by_token(whole_rows(t).expand(query.shape), heads) for t in (cos, sin)]
+    size0, size1, query_heads, head_dim = rows[0].shape
+    key_heads = rows[2].shape[2]
     block_half = triton.next_power_of_2(head_dim // 2)
-    _launch(
-        kernels.rope,
-        (size0 * size1,),
-        x,
-        *(rows, cosines, sines, target, count, size1),
-        *(*rows.stride()[:3], *target.stride()[:3], *cosines.stride()[:2], *sines.stride()[:2]),
-        HALF=head_dim // 2,
-        BLOCK_HALF=block_half,
-        BLOCK_HEADS=min(triton.next_power_of_2(count), max(2048 // block_half, 1)),
-        TABLE_ROUND=table == "bf16",
-        TABLE_CAST=table_cast,
-        BACKWARD=backward,
-        COMPUTE=compute,
-        DTYPE=_DTYPES[dtype],
-        CAST=cast,
-        num_warps=4,
-    )
-    return laid_out_like(x, out)
+    if query.numel() + key.numel() > 0:
+        _launch(
+            kernels.rope,
+            (size0 * size1,),
+            query,
+            *(*rows, *tables, query_heads, key_heads, size1),
+            *(stride for tensor in rows for stride in tensor.stride()[:3]),
+            *(stride for tensor in tables for stride in tensor.stride()[:2]),
+            HALF=head_dim // 2,
+            BLOCK_HALF=block_half,
+            BLOCK_QUERY_HEADS=min(triton.next_power_of_2(query_heads), max(2048 // block_half, 1)),
+            BLOCK_KEY_HEADS=min(triton.next_power_of_2(key_heads), max(2048 // block_half, 1)),
+            TABLE_ROUND=table == "bf16",
+            TABLE_CAST=table_cast,
+            BACKWARD=backward,
+            COMPUTE=compute,
+            DTYPE=_DTYPES[dtype],
+            CAST=cast,
+            num_warps=4,
+        )
+    return laid_out_like(query, outs[0]), laid_out_like(key, outs[1])
 
 
 # -- SwiGLU and GeGLU -------------------------------------------------------------------------------------------------

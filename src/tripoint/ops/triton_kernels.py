@@ -111,14 +111,34 @@ def _table(row, columns, mask, TABLE_ROUND: tl.constexpr, TABLE_CAST: tl.constex
 
 
 @triton.jit
-def rope(
-    x, cos, sin, out, heads, size1, x_stride0, x_stride1, x_stride_head, out_stride0, out_stride1, out_stride_head,
-    cos_stride0, cos_stride1, sin_stride0, sin_stride1,
+def _rotate_heads(
+    x, out, heads, x_stride, out_stride, cos1, cos2, sin1, sin2,
     HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    COMPUTE: tl.constexpr, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """All heads of one token."""
+    columns = tl.arange(0, BLOCK_HALF)[None, :]
+    for start in range(0, heads, BLOCK_HEADS):
+        head = (start + tl.arange(0, BLOCK_HEADS))[:, None].to(tl.int64)
+        mask = (head < heads) & (columns < HALF)
+        source, target = x + head * x_stride + columns, out + head * out_stride + columns
+        first = _load(source, mask, BITS)
+        second = _load(source + HALF, mask, BITS)
+        _store(target, _rotated(first, cos1, -second, sin1, COMPUTE, DTYPE, CAST, BITS), mask, CAST, BITS)
+        _store(target + HALF, _rotated(second, cos2, first, sin2, COMPUTE, DTYPE, CAST, BITS), mask, CAST, BITS)
+
+
+@triton.jit
+def rope(
+    query, query_out, key, key_out, cos, sin, query_heads, key_heads, size1,
+    query_stride0, query_stride1, query_stride_head, query_out_stride0, query_out_stride1, query_out_stride_head,
+    key_stride0, key_stride1, key_stride_head, key_out_stride0, key_out_stride1, key_out_stride_head,
+    cos_stride0, cos_stride1, sin_stride0, sin_stride1,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_QUERY_HEADS: tl.constexpr, BLOCK_KEY_HEADS: tl.constexpr,
     TABLE_ROUND: tl.constexpr, TABLE_CAST: tl.constexpr, BACKWARD: tl.constexpr,
     COMPUTE: tl.constexpr, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
-    """All heads of one token. Tokens have two outer dimensions."""
+    """Query and key of one token. Tokens have two outer dimensions."""
     token = tl.program_id(0).to(tl.int64)
     i, j = token // size1, token % size1
     columns = tl.arange(0, BLOCK_HALF)
@@ -131,16 +151,16 @@ def rope(
     sin2 = _table(sin + HALF, columns, mask, TABLE_ROUND, TABLE_CAST, DTYPE, BITS)
     if BACKWARD:
         sin1, sin2 = -sin1, -sin2
-    x += i * x_stride0 + j * x_stride1
-    out += i * out_stride0 + j * out_stride1
-    for start in range(0, heads, BLOCK_HEADS):
-        head = (start + tl.arange(0, BLOCK_HEADS))[:, None].to(tl.int64)
-        mask2 = (head < heads) & mask[None, :]
-        source, target = x + head * x_stride_head + columns[None, :], out + head * out_stride_head + columns[None, :]
-        first = _load(source, mask2, BITS)
-        second = _load(source + HALF, mask2, BITS)
-        _store(target, _rotated(first, cos1, -second, sin1, COMPUTE, DTYPE, CAST, BITS), mask2, CAST, BITS)
-        _store(target + HALF, _rotated(second, cos2, first, sin2, COMPUTE, DTYPE, CAST, BITS), mask2, CAST, BITS)
+    _rotate_heads(
+        query + i * query_stride0 + j * query_stride1, query_out + i * query_out_stride0 + j * query_out_stride1,
+        query_heads, query_stride_head, query_out_stride_head, cos1, cos2, sin1, sin2,
+        HALF, BLOCK_HALF, BLOCK_QUERY_HEADS, COMPUTE, DTYPE, CAST, BITS,
+    )  # fmt: skip
+    _rotate_heads(
+        key + i * key_stride0 + j * key_stride1, key_out + i * key_out_stride0 + j * key_out_stride1,
+        key_heads, key_stride_head, key_out_stride_head, cos1, cos2, sin1, sin2,
+        HALF, BLOCK_HALF, BLOCK_KEY_HEADS, COMPUTE, DTYPE, CAST, BITS,
+    )  # fmt: skip
 
 
 # -- SwiGLU and GeGLU -------------------------------------------------------------------------------------------------
