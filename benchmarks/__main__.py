@@ -60,6 +60,22 @@ def operations(config: Any, batch: int = BATCH, tokens: int = TOKENS) -> Iterato
 
     yield "RoPE of queries and keys", rope_unaligned, rope_aligned
 
+    norms = [LlamaRMSNorm(head_dim, config.rms_norm_eps).to(BF16) for _ in range(2)]  # Qwen3's is the same
+    # As projections leave them.
+    projected = [random(batch, tokens, n, head_dim).requires_grad_() for n in (heads, kv_heads)]
+    weights = [norm.weight for norm in norms]
+
+    def qk_norm_rope_unaligned() -> Any:
+        normed = (norm(x).transpose(1, 2) for norm, x in zip(norms, projected, strict=True))
+        return torch.autograd.grad(apply_rotary_pos_emb(*normed, *rounded), (*projected, *weights), grads)
+
+    def qk_norm_rope_aligned() -> Any:
+        settings = (config.rms_norm_eps, False, False, "rne", cos.unsqueeze(1), sin.unsqueeze(1), *rope)
+        rotated = ops.qk_norm_rope(*(x.transpose(1, 2) for x in projected), *weights, *settings)[:2]
+        return torch.autograd.grad(rotated, (*projected, *weights), grads)
+
+    yield "QK-norm + RoPE of queries and keys", qk_norm_rope_unaligned, qk_norm_rope_aligned
+
     mlp = LlamaMLP(config)  # type: ignore[no-untyped-call]
     gate, up = (random(batch, tokens, config.intermediate_size).requires_grad_() for _ in range(2))
     grad = random(batch, tokens, config.intermediate_size)

@@ -39,6 +39,7 @@ HEAD_DIM = 128
 GOALS = {"forward": 0.9, "backward": 0.8}
 
 ROPE, SWIGLU, NORM = ("R1", "R2", "R3", "R4"), ("S1", "S3", "S5"), ("N1", "N2", "N3", "N4", "N5")
+QK = ("both", "out", "none", "norm")
 CASTS = ("rne", "rtz")
 
 
@@ -172,9 +173,44 @@ def norm_checks(fused: Any, device: torch.device, rows: int, hidden: int, dtypes
                 yield check(f"{name}, gradient of {which}", one, other, allowed, ulps, slack=2.0**-17)
 
 
+def qk_norm_rope_checks(fused: Any, device: torch.device, rows: int, hidden: int, dtypes: Dtypes) -> Iterator[Check]:
+    head_dim = min(HEAD_DIM, hidden)
+    heads = max(hidden // head_dim, 1)
+    angles = tables(rows, head_dim, device)
+    # What else there is to RoPE is checked without the norm.
+    for dtype, code, mode, cast in itertools.product(dtypes, ("R1", "R3"), QK, CASTS):
+        qk = RoundingSchedule.parse(f"R1 S1 N1 qk={mode}").norm.qk
+        assert qk is not None
+        pair, grads = (
+            [random((2, rows, n, head_dim), dtype, device, seed + n).transpose(1, 2) for n in (heads, max(heads // 4, 1))]
+            for seed in (0, 100)
+        )
+        weights = [random((head_dim,), dtype, device, seed) for seed in (2, 3)]
+        rope = (*angles, *fields(code), cast, dtype)
+        name = f"QK-norm {mode} + RoPE {code} {cast} {dtype}"
+        *rotated, query_rstd, key_rstd = fused.qk_norm_rope(*pair, *weights, EPS, qk.norm_round, qk.out_round, cast, *rope)
+        theirs = reference.qk_norm_rope(*pair, *weights, EPS, qk.norm_round, qk.out_round, cast, *rope)
+        # Given 1/rms every other bit is determined.
+        normed = []
+        for x, weight, rstd, other in zip(pair, weights, (query_rstd, key_rstd), theirs[2:], strict=True):
+            yield check(f"{name}, 1/rms", rstd, other, allowed=1.0, ulps=8)
+            normalised = x.float() * rstd
+            if qk.norm_round:
+                normalised = round_to(normalised, dtype, cast)
+            normed.append(cast_to(normalised * weight.float(), dtype if qk.out_round else FP32, cast))
+        for which, one, other in zip(("query", "key"), rotated, reference.rope(*normed, *rope), strict=True):
+            yield check(f"{name}, {which}", one, other)
+        backward = (*grads, *pair, *weights, query_rstd, key_rstd, qk.norm_round, qk.out_round, cast, *rope)
+        mine, again = fused.qk_norm_rope_backward(*backward), fused.qk_norm_rope_backward(*backward)
+        names = ("query", "key", "the query's weight", "the key's weight")
+        for which, one, two, other in zip(names, mine, again, reference.qk_norm_rope_backward(*backward), strict=True):
+            yield check(f"{name}, gradient of {which} again", two, one)
+            yield check(f"{name}, gradient of {which}", one, other, 2e-2, 2 if mode == "both" else 1, slack=2.0**-17)
+
+
 def checks(fused: Any, device: torch.device, rows: int, hidden: int, dtypes: Dtypes = (BF16, FP16)) -> Iterator[Check]:
     """Every operation under every schedule, forward and backward."""
-    for of in (rope_checks, swiglu_checks, norm_checks):
+    for of in (rope_checks, swiglu_checks, norm_checks, qk_norm_rope_checks):
         yield from of(fused, device, rows, hidden, dtypes)
 
 
@@ -218,6 +254,22 @@ def operations(hidden: int, tokens: int, device: torch.device, liger: bool) -> I
         rotations["Liger"] = lambda query, key: LigerRopeFunction.apply(query, key, *rounded)
     grads = torch.randn_like(query), torch.randn_like(key)
     yield Operation("RoPE of queries and keys", (query, key), grads, {"forward": moved, "backward": moved}, rotations)
+
+    projected = [leaf(1, tokens, n, HEAD_DIM).transpose(1, 2).requires_grad_() for n in (heads, kv_heads)]
+    weights = [leaf(HEAD_DIM, seed=seed).requires_grad_() for seed in (2, 3)]
+    head_norm = LlamaRMSNorm(HEAD_DIM, EPS).to(device, BF16)
+
+    def qk_norm_rope(query: Tensor, key: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        return ops.qk_norm_rope(query, key, *weights, EPS, False, False, "rne", cos, sin, "bf16", "fp32", "rne", BF16)[:2]
+
+    def qk_norm_rope_transformers(query: Tensor, key: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        pair = zip((query, key), weights, strict=True)
+        normed = (torch.func.functional_call(head_norm, {"weight": weight}, x) for x, weight in pair)
+        return apply_rotary_pos_emb(*normed, *rounded)
+
+    normed = {"tripoint": qk_norm_rope, "torch.compile": torch.compile(qk_norm_rope_transformers, dynamic=False)}
+    passes = {"forward": moved, "backward": moved + size(query, key)}
+    yield Operation("QK-norm + RoPE of queries and keys", (*projected, *weights), grads, passes, normed)
 
     gate, up = (leaf(tokens, 4 * hidden, seed=seed).requires_grad_() for seed in range(2))
 

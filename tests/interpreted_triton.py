@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bits import assert_gated, random, same, same_layout
-from strategies import LAYOUTS, NORM, ROPE, SWIGLU, casts, laid_out, tensors
+from strategies import LAYOUTS, NORM, QK, ROPE, SWIGLU, casts, laid_out, tensors
 from tripoint import ops
 from tripoint.ops import reference, triton
 from tripoint.ops.backend import backend_for
@@ -236,6 +236,70 @@ def test_more_rows_than_programs_and_two_runs_alike(dtype: torch.dtype, layout: 
 
 
 @dtypes
+@pytest.mark.parametrize("code", ROPE)
+@some
+@given(data=st.data(), mode=st.sampled_from(list(QK)), norm_cast=casts, cast=casts, shape=shapes, seq_first=st.booleans())
+def test_qk_norm_rope(
+    dtype: torch.dtype,
+    code: str,
+    data: st.DataObject,
+    mode: str,
+    norm_cast: str,
+    cast: str,
+    shape: tuple[int, int, int, int],
+    seq_first: bool,
+) -> None:
+    batch, heads, seq, head_dim = shape
+    shapes = [(batch, seq, n, head_dim) if seq_first else (batch, n, seq, head_dim) for n in (heads, 1)]
+    table = (1, seq, 1, head_dim) if seq_first else (data.draw(st.sampled_from([1, batch])), 1, seq, head_dim)
+    pair, grads = ([data.draw(tensors(shape, dtype, special=False)) for shape in shapes] for _ in range(2))
+    weights = [data.draw(tensors(shape[-1:], dtype, special=False, strided=False)) for _ in pair]
+    cos, sin = (data.draw(tensors(table, FP32, special=False)) for _ in range(2))
+    rope, norm_round, out_round = (cos, sin, *ROPE[code], cast, dtype), *QK[mode]
+    forward = (*pair, *weights, EPS, norm_round, out_round, norm_cast, *rope)
+    *rotated, query_rstd, key_rstd = triton.qk_norm_rope(*forward)
+    rstds = (query_rstd, key_rstd)
+    for one, other in zip(rstds, reference.qk_norm_rope(*forward)[2:], strict=True):
+        torch.testing.assert_close(one, other, rtol=8 * ULP, atol=0)
+    # Given these numbers every other bit is determined.
+    normed = []
+    for x, weight, rstd in zip(pair, weights, rstds, strict=True):
+        exact = norm_given(rstd, x, None, weight, "N1" if norm_round else "N2", norm_cast, dtype)
+        out_dtype = dtype if out_round else FP32
+        normed.append(torch.empty_like(x, dtype=out_dtype).copy_(cast_to(exact, out_dtype, norm_cast)))
+    assert equal(tuple(rotated), reference.rope(*normed, *rope))
+
+    backward = (*grads, *pair, *weights, *rstds, norm_round, out_round, norm_cast, *rope)
+    mine, theirs = triton.qk_norm_rope_backward(*backward), reference.qk_norm_rope_backward(*backward)
+    assert equal(mine, triton.qk_norm_rope_backward(*backward))
+    for one, other in zip(mine, theirs, strict=True):
+        assert one.dtype == other.dtype
+        assert same_layout(one, other)
+        precision, scale = {FP16: 2.0**-10, BF16: 2.0**-7}[one.dtype], float(other.float().abs().max())
+        torch.testing.assert_close(one.float(), other.float(), rtol=precision, atol=2.0**-18 * scale)
+
+
+@dtypes
+@pytest.mark.parametrize("code", ROPE)
+@pytest.mark.parametrize("mode", QK)
+@pytest.mark.parametrize("casts_", [("rne", "rne"), ("rtz", "rne"), ("rne", "rtz")], ids="-".join)
+def test_qk_norm_rope_of_two_numbers_leaves_no_room(
+    dtype: torch.dtype, code: str, mode: str, casts_: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As above, and with one token to a program and two, whose gradients of a weight are two summands."""
+    pair, grads = ([random((1, 1, 2, 2), dtype, seed + i) for i in range(2)] for seed in (0, 10))
+    weights, angles = [random((2,), dtype, seed) for seed in (20, 21)], random((2, 2), FP32, 22, 3.0)
+    rope, (norm_cast, cast) = (angles.cos(), angles.sin(), *ROPE[code]), casts_
+    forward = (*pair, *weights, EPS, *QK[mode], norm_cast, *rope, cast, dtype)
+    theirs = reference.qk_norm_rope(*forward)
+    assert equal(triton.qk_norm_rope(*forward), theirs)
+    backward = (*grads, *pair, *weights, *theirs[2:], *QK[mode], norm_cast, *rope, cast, dtype)
+    for programs in (1, 2):
+        monkeypatch.setattr(triton, "_PROGRAMS", programs)
+        assert equal(triton.qk_norm_rope_backward(*backward), reference.qk_norm_rope_backward(*backward))
+
+
+@dtypes
 @some
 @given(data=st.data(), cast=casts, wide=st.tuples(st.booleans(), st.booleans()), rounded=st.booleans(), n=st.integers(1, 99))
 def test_residual_add_and_cast(
@@ -252,6 +316,11 @@ def test_empty_batches() -> None:
     cos = torch.ones(1, 5, 64)
     assert triton.rope(x, x, cos, cos, "bf16", "fp32", "rne", BF16)[0].shape == x.shape
     assert triton.gated_act(x, x, "silu", False, "fp32", "rne").shape == x.shape
+    settings = (True, True, "rne", cos, cos, "bf16", "fp32", "rne", BF16)
+    rotated, _, *rstds = triton.qk_norm_rope(x, x, weight, weight, EPS, *settings)
+    assert rotated.shape == x.shape
+    grads = triton.qk_norm_rope_backward(x, x, x, x, weight, weight, *rstds, *settings)
+    assert torch.equal(grads[3], torch.zeros(64, dtype=BF16))
     out, carry, rstd = triton.add_rms_norm(x, x, weight, EPS, "never", False, True, True, "rne", BF16)
     assert out.shape == carry.shape == x.shape
     grads = triton.add_rms_norm_backward(x, x, x, x, weight, rstd, "never", False, True, "rne", BF16)

@@ -51,10 +51,10 @@ def test_transformers_own_schedule_changes_no_bit(architecture: str, rope: str) 
         with counted() as calls:
             actual = step(model, ids)
         assert differing(actual, expected) == []
-        norms = 2 * LAYERS + 1 + (2 * LAYERS if architecture == "qwen3" else 0)
-        forward = {"rope": LAYERS, "gated_act": LAYERS, "add_rms_norm": norms, "residual_add": LAYERS}
+        norms, rope = 2 * LAYERS + 1, "qk_norm_rope" if architecture == "qwen3" else "rope"
+        forward = {rope: LAYERS, "gated_act": LAYERS, "add_rms_norm": norms, "residual_add": LAYERS}
         # A residual add hands its gradient on as it is.
-        backward = {"rope_backward": LAYERS, "gated_act_backward": LAYERS, "add_rms_norm_backward": norms}
+        backward = {f"{rope}_backward": LAYERS, "gated_act_backward": LAYERS, "add_rms_norm_backward": norms}
         assert calls == forward | backward
         rotary = model.model.rotary_emb
         if rope in ("dynamic", "longrope") and ids is beyond:  # or else these types were not put to the test
@@ -235,7 +235,7 @@ def test_hooks_go_on_seeing_one_tensor_and_may_replace_it() -> None:
     names = [
         "model.norm",
         "model.layers.1",
-        *(f"model.layers.1.{n}" for n in ("mlp", "input_layernorm", "post_attention_layernorm")),
+        *(f"model.layers.1.{n}" for n in ("mlp", "input_layernorm", "self_attn.k_norm", "post_attention_layernorm")),
     ]
     seen: dict[str, list[Tensor]] = {name: [] for name in names}
     for name in names:
@@ -257,6 +257,34 @@ def test_hooks_go_on_seeing_one_tensor_and_may_replace_it() -> None:
     assert not same(logits(model, ids), after.logits)
     halved.remove()
     assert same(logits(model, ids), after.logits)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP32], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("target", [*TARGETS, "R2 S1 N1 qk=out cast=norm:rtz"])
+def test_qk_norms_are_part_of_the_rotation_unless_somebody_watches_one(dtype: torch.dtype, target: str) -> None:
+    """And then no bit is another."""
+    model, ids = tiny("qwen3", dtype=dtype), tokens()
+    align(model, target)
+
+    def calls_and_step() -> tuple[set[str], Any]:
+        with torch.autocast("cpu", dtype=BF16, enabled=dtype == FP32), counted() as calls:
+            taken = step(model, ids)
+        return {name for name in calls if "rope" in name}, taken
+
+    together, expected = calls_and_step()
+    assert together == {"qk_norm_rope", "qk_norm_rope_backward"}
+    seen: list[Tensor] = []
+    handles = [
+        layer.self_attn.k_norm.register_forward_hook(lambda module, args, output: seen.append(output))
+        for layer in model.model.layers
+    ]
+    apart, actual = calls_and_step()
+    assert apart == {"rope", "rope_backward"}
+    assert differing(actual, expected) == []
+    assert len(seen) == LAYERS
+    for handle in handles:
+        handle.remove()
+    assert calls_and_step()[0] == together
 
 
 # -- refusals ---------------------------------------------------------------------------------------------------------

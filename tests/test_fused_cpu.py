@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from bits import random, same, same_layout
-from strategies import LAYOUTS, NORM, ROPE, SWIGLU, casts, laid_out, tensors
+from strategies import LAYOUTS, NORM, QK, ROPE, SWIGLU, casts, laid_out, tensors
 from tripoint import ops
 from tripoint.errors import UsageError
 from tripoint.ops import backend, cpu, reference
@@ -176,6 +176,45 @@ def test_qk_norm_layouts(dtype: torch.dtype, code: str, layouts: tuple[str, str]
     check_norm(x, None, random((64,), dtype, 2), grad, None, code, True, None, "rne", dtype)
 
 
+@dtypes
+@pytest.mark.parametrize("code", ROPE)
+@pytest.mark.parametrize("mode", QK)
+@some
+@given(
+    data=st.data(),
+    norm_cast=casts,
+    cast=casts,
+    wide=st.tuples(*[st.booleans()] * 2),
+    shape=st.tuples(st.integers(1, 2), st.integers(1, 3), st.integers(1, 40), st.sampled_from([2, 6, 32, 62, 64, 128])),
+    seq_first=st.booleans(),
+)
+def test_qk_norm_rope(
+    dtype: torch.dtype,
+    code: str,
+    mode: str,
+    data: st.DataObject,
+    norm_cast: str,
+    cast: str,
+    wide: tuple[bool, bool],
+    shape: tuple[int, int, int, int],
+    seq_first: bool,
+) -> None:
+    batch, heads, seq, head_dim = shape
+    shapes = [(batch, seq, n, head_dim) if seq_first else (batch, n, seq, head_dim) for n in (heads, 1)]
+    table = (1, seq, 1, head_dim) if seq_first else (data.draw(st.sampled_from([1, batch])), 1, seq, head_dim)
+    x_dtype, weight_dtype = (FP32 if w else dtype for w in wide)
+    pair = [data.draw(tensors(shape, x_dtype)) for shape in shapes]
+    grads = [data.draw(tensors(shape, dtype)) for shape in shapes]
+    weights = [data.draw(tensors((head_dim,), weight_dtype, special=False, strided=False)) for _ in pair]
+    cos, sin = (data.draw(tensors(table, FP32, special=False)) for _ in range(2))
+    rope = (cos, sin, *ROPE[code], cast, dtype)
+    forward = (*pair, *weights, EPS, *QK[mode], norm_cast, *rope)
+    theirs = reference.qk_norm_rope(*forward)
+    assert equal(cpu.qk_norm_rope(*forward), theirs)
+    backward = (*grads, *pair, *weights, *theirs[2:], *QK[mode], norm_cast, *rope)
+    assert equal(cpu.qk_norm_rope_backward(*backward), reference.qk_norm_rope_backward(*backward))
+
+
 @pytest.mark.parametrize("code", ["N1", "N5"])
 @pytest.mark.parametrize("threads", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -228,6 +267,11 @@ def test_empty_batches() -> None:
     cos = torch.ones(1, 5, 64)
     assert cpu.rope(x, x, cos, cos, "bf16", "fp32", "rne", BF16)[0].shape == x.shape
     assert cpu.gated_act(x, x, "silu", False, "fp32", "rne").shape == x.shape
+    settings = (True, True, "rne", cos, cos, "bf16", "fp32", "rne", BF16)
+    rotated, _, *rstds = cpu.qk_norm_rope(x, x, weight, weight, EPS, *settings)
+    assert rotated.shape == x.shape
+    grads = cpu.qk_norm_rope_backward(x, x, x, x, weight, weight, *rstds, *settings)
+    assert torch.equal(grads[3], torch.zeros(64, dtype=BF16))
     out, carry, rstd = cpu.add_rms_norm(x, x, weight, EPS, "never", False, True, True, "rne", BF16)
     assert out.shape == carry.shape == x.shape
     grads = cpu.add_rms_norm_backward(x, x, x, x, weight, rstd, "never", False, True, "rne", BF16)
@@ -249,6 +293,9 @@ def test_ops_save_nothing_but_their_inputs_and_one_number_per_row() -> None:
         saved.clear()
         ops.gated_act(gate, up, "silu", False, "fp32", "rne")
         assert {t.data_ptr() for t in saved} == {gate.data_ptr(), up.data_ptr()}
+        saved.clear()
+        rotated = ops.qk_norm_rope(x, up, weight, weight, EPS, True, False, "rne", cos, sin, "bf16", "fp32", "rne", BF16)
+        assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in (x, up, weight, *rotated[2:], cos, sin)}
         saved.clear()
         _, _, rstd = ops.add_rms_norm(x, residual, weight, EPS, "never", False, True, False, "rne", BF16)
         assert {t.data_ptr() for t in saved} == {t.data_ptr() for t in (x, residual, weight, rstd)}

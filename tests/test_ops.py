@@ -351,6 +351,29 @@ def test_every_two_qk_modes_differ(dtype: torch.dtype) -> None:
 
 
 @dtypes
+@pytest.mark.parametrize("mode", QK)
+@few
+@given(data=st.data(), code=st.sampled_from(list(ROPE)), norm_cast=casts, cast=casts, heads=st.integers(1, 3))
+def test_qk_norm_and_rope_in_one_call_equal_the_oracle(
+    dtype: torch.dtype, mode: str, data: st.DataObject, code: str, norm_cast: str, cast: str, heads: int
+) -> None:
+    fmt, (norm_round, out_round) = FORMATS[dtype], QK[mode]
+    pair = [data.draw(tensors((2, n, 5, 16), dtype)) for n in (heads, 1)]
+    weights = [data.draw(tensors((16,), dtype, special=False, strided=False)) for _ in pair]
+    cos, sin = tables(torch.arange(5) + data.draw(st.integers(0, 100_000)), 16)
+    rope = (cos, sin, *ROPE[code], cast, dtype)
+    *rotated, query_rstd, key_rstd = ops.qk_norm_rope(*pair, *weights, EPS, norm_round, out_round, norm_cast, *rope)
+    for x, weight, rstd, actual in zip(pair, weights, (query_rstd, key_rstd), rotated, strict=True):
+        check_norm(x, None, weight, "N1" if norm_round else "N2", norm_cast, out_round, None)
+        norm_code = "N1" if norm_round else "N2"
+        normed = oracle.add_rms_norm(f32(x), None, f32(weight), EPS, norm_code, fmt, norm_cast, rstd.numpy()).out
+        if out_round:
+            normed = oracle.rounded(normed, fmt, norm_cast)
+        assert np.array_equal(pattern(actual, dtype), oracle.rope(normed, f32(cos), f32(sin), code, fmt, cast))
+        assert actual.stride() == torch.empty_like(x).stride()
+
+
+@dtypes
 @norm_codes
 @pytest.mark.parametrize("carry", ["none", "rounded", "fp32"])
 def test_norm_gradient_is_exact_but_for_one_rounding(dtype: torch.dtype, code: str, carry: str) -> None:
@@ -460,6 +483,11 @@ def samples() -> list[tuple[object, tuple[object, ...]]]:
     def wide(layout: str = "contiguous") -> Tensor:
         return x(layout, torch.float32)
 
+    def qk(layout: str, norm_round: bool, out_round: bool) -> tuple[object, ...]:
+        weights = [random((8,), bf16, seed).requires_grad_() for seed in (3, 4)]
+        rope = (cos, sin, "bf16", "bf16", "rtz", bf16)
+        return (x(layout), x("transposed")[:, :1], *weights, EPS, norm_round, out_round, "rne", *rope)
+
     norm_calls = [
         (x("transposed"), None, weight, EPS, "before_var", True, True, None, "rne", bf16),
         (wide(), None, weight, EPS, "never", False, True, False, "rne", bf16),
@@ -471,6 +499,8 @@ def samples() -> list[tuple[object, tuple[object, ...]]]:
         (ops.rope, (wide(), wide("sliced"), cos, sin, "fp32", "fp32", "rtz", bf16)),
         (ops.gated_act, (x("sliced"), x("transposed"), "silu", False, "fp32", "rne")),
         *((ops.add_rms_norm, call) for call in norm_calls),
+        (ops.qk_norm_rope, qk("transposed", True, True)),
+        (ops.qk_norm_rope, qk("sliced", False, False)),
         (ops.residual_add, (x(), wide("transposed"), True, "rne", bf16)),
         (ops.residual_add, (wide(), wide(), False, "rne", bf16)),
         (ops.round_to, (wide("sliced"), "rne", bf16)),

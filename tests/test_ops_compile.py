@@ -58,8 +58,11 @@ def qk_normed(query: Tensor, weight: Tensor, cos: Tensor, sin: Tensor) -> list[T
     for q, w, (mode, cast) in zip(query.unbind(), weight.unbind(), QKS, strict=True):
         norm_round, out_round = QK[mode]
         normalised, _, _ = ops.add_rms_norm(2 * q, None, w, EPS, "before_var", norm_round, out_round, None, cast, DTYPE)
-        heads = normalised.transpose(1, 2)
-        out += [0.5 * x.float() for x in ops.rope(heads, heads, cos, sin, *ROPE["R3"], "rne", DTYPE)]
+        heads, rope = normalised.transpose(1, 2), (cos, sin, *ROPE["R3"], "rne", DTYPE)
+        out += [0.5 * x.float() for x in ops.rope(heads, heads, *rope)]
+        heads = (2 * q).transpose(1, 2)
+        fused = ops.qk_norm_rope(heads, heads[:, :1], w, w, EPS, norm_round, out_round, cast, *rope)
+        out += [0.5 * x.float() for x in fused[:2]]
     return out
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm, apply_rotary_pos_emb
 
 from bits import random
-from strategies import NORM, ROPE, SWIGLU
+from strategies import NORM, QK, ROPE, SWIGLU
 from tripoint import ops
 
 BF16 = torch.bfloat16
@@ -62,6 +62,31 @@ def test_rope(code: str) -> None:
         return transformers(query, key, torch.float64)
 
     assert_no_worse(ours, transformers, exact, random((2, 9, 256, 64)), random((2, 3, 256, 64), seed=1))
+
+
+@pytest.mark.parametrize("code", ROPE)
+@pytest.mark.parametrize("mode", QK)
+def test_qk_norm_and_rope(code: str, mode: str) -> None:
+    angles = torch.outer(torch.arange(256.0), 1e4 ** (-torch.arange(0, 256, 2) / 256)).repeat(1, 2)
+    cos, sin = angles.cos(), angles.sin()
+
+    def ours(query: Tensor, key: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        rope = (cos, sin, *ROPE[code], "rne", BF16)
+        return ops.qk_norm_rope(query, key, *weights, EPS, *QK[mode], "rne", *rope)[:2]
+
+    def transformers(query: Tensor, key: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        norm = LlamaRMSNorm(256, EPS)
+        pair = (torch.func.functional_call(norm, {"weight": w}, x) for x, w in zip((query, key), weights, strict=True))
+        return apply_rotary_pos_emb(*pair, cos[None].to(BF16), sin[None].to(BF16))
+
+    def exact(query: Tensor, key: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:
+        pair = (
+            w * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + EPS) for x, w in zip((query, key), weights, strict=True)
+        )
+        return apply_rotary_pos_emb(*pair, cos[None].double(), sin[None].double())
+
+    pair = random((1, 6, 256, 256)), random((1, 3, 256, 256), seed=1)
+    assert_no_worse(ours, transformers, exact, *pair, random((256,), seed=2), random((256,), seed=3))
 
 
 @pytest.mark.parametrize("code", SWIGLU)

@@ -19,7 +19,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from strategies import NORM, ROPE, SWIGLU
+from strategies import NORM, QK, ROPE, SWIGLU
 from tripoint.ops import triton_kernels as kernels
 from tripoint.ops.backend import BackendError
 from tripoint.ops.triton import prepare
@@ -117,6 +117,23 @@ def test_rope_compiles_without_contraction(pointer: str, dtype: Any, cast: str, 
 
 def test_contraction_would_be_noticed() -> None:
     assert fused(rope_ptx("R3", "*bf16", tl.bfloat16, "rne", fusion=True)) > 0
+
+
+@formats
+@pytest.mark.parametrize("code", ROPE)
+@pytest.mark.parametrize("mode", QK)
+def test_qk_norm_and_rope_compile_without_contraction(pointer: str, dtype: Any, cast: str, code: str, mode: str) -> None:
+    (table, compute), (norm_round, out_round) = ROPE[code], QK[mode]
+    settings = {"HALF": 64, "BLOCK_HALF": 64, "BLOCK_QUERY_HEADS": 16, "BLOCK_KEY_HEADS": 8}
+    settings |= {"NORM_ROUND": norm_round, "OUT_ROUND": out_round, "NORM_CAST": cast, "DTYPE": dtype}
+    settings |= {"TABLE_ROUND": table == "bf16", "TABLE_CAST": cast}
+    heads = [f"{x}{part}" for x in ("query", "key") for part in ("", "_weight", "_out", "_grad")]
+    pointers = dict.fromkeys([*heads, "grad_query", "grad_key"], pointer)
+    sums = ("query_rstd", "key_rstd", "query_weight_grads", "key_weight_grads")
+    pointers |= dict.fromkeys(("cos", "sin", *sums), "*fp32")
+    check(ptx(kernels.qk_norm_rope, pointers, COMPUTE=compute, CAST=cast, **settings), pointer, cast)
+    compute = compute if compute == "bf16" and out_round else "fp32"
+    check(ptx(kernels.qk_norm_rope_backward, pointers, COMPUTE=compute, **settings), pointer, cast)
 
 
 @formats

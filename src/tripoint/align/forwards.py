@@ -45,6 +45,10 @@ def compute_dtype(held: torch.dtype, x: Tensor) -> torch.dtype | None:
     return held if held in (torch.bfloat16, torch.float16) else None
 
 
+def _in_dtype(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    return weight if weight.dtype == dtype else ops.round_to(weight, "rne", dtype)
+
+
 class AlignedForward:
     """Base: holds the module with its name in the model, what it ran before, and the schedule it runs under now.
 
@@ -109,12 +113,10 @@ class AlignedNorm(AlignedForward):
             return self.unaligned(hidden_states)
         if self.needs_fp32:
             _require_fp32(hidden_states, self.name, "the residual sum")
-        if weight.dtype != dtype:
-            weight = ops.round_to(weight, "rne", dtype)
         out, total, _ = ops.add_rms_norm(
             hidden_states,
             residual,
-            weight,
+            _in_dtype(weight, dtype),
             self.module.variance_epsilon,  # type: ignore[arg-type]
             self.sum_round,
             self.norm_round,
@@ -168,11 +170,27 @@ class AlignedRotaryEmbedding(AlignedForward):
         return angles.cos(), angles.sin()
 
 
+class WithoutNorms:
+    """An attention layer whose QK-norms pass on what they get; everything else is the layer's."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        self.attention = attention
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.attention, name)
+
+    @staticmethod
+    def q_norm(x: Tensor) -> Tensor:
+        return x
+
+    k_norm = q_norm
+
+
 class AlignedAttention(AlignedForward):
     """The attention layer's own code with our rotation in place of its global `apply_rotary_pos_emb`.
 
     Taking transformers' code as it stands keeps everything else about attention, in every version: masks, caches, sliding
-    windows, attention implementations.
+    windows, attention implementations. QK-norms that nobody watches are computed with the rotation, in one operation.
     """
 
     def __init__(self, module: nn.Module, name: str, replaced: Callable[..., Any] | None, schedule: RoundingSchedule) -> None:
@@ -181,23 +199,30 @@ class AlignedAttention(AlignedForward):
 
     def _build(self) -> None:
         original = attention_code(self.module)
-        # Without `__name__` Dynamo cannot mistake these globals for the module's own, where the unaligned rotation is.
-        names = {key: value for key, value in original.__globals__.items() if key != "__name__"}
-        names["apply_rotary_pos_emb"] = functools.partial(self._rotate, original.__globals__["apply_rotary_pos_emb"])
-        self._forward = types.FunctionType(
-            original.__code__, names, original.__name__, original.__defaults__, original.__closure__
-        )
-        self._forward.__kwdefaults__ = original.__kwdefaults__
+        unaligned = original.__globals__["apply_rotary_pos_emb"]
+        self._forward = _with_rotation(original, functools.partial(self._rotate, unaligned))
+        self._norms_deferred = _with_rotation(original, self._norm_and_rotate)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in vars(self).items() if key != "_forward"}
+        return {key: value for key, value in vars(self).items() if key not in ("_forward", "_norms_deferred")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._build()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._can_defer_norms():
+            return self._norms_deferred(WithoutNorms(self.module), *args, **kwargs)
         return self._forward(self.module, *args, **kwargs)
+
+    def _can_defer_norms(self) -> bool:
+        """Whether there are QK-norms and calling them would do nothing but what we do: they are aligned, no hook sees them, and
+        there is a dtype to round to."""
+        attention: Any = self.module
+        if not hasattr(attention, "q_norm") or _watched(attention.q_norm) or _watched(attention.k_norm):
+            return False
+        dtypes = {compute_dtype(norm.weight.dtype, norm.weight) for norm in (attention.q_norm, attention.k_norm)}
+        return len(dtypes) == 1 and None not in dtypes
 
     def _rotate(
         self,
@@ -215,10 +240,54 @@ class AlignedAttention(AlignedForward):
         if dtype is None:
             return unaligned(query, key, cos, sin, unsqueeze_dim)
         rounding = self.schedule.rope
+        cos, sin = self._tables(cos, sin, unsqueeze_dim)
+        return ops.rope(query, key, cos, sin, rounding.table, rounding.compute, rounding.cast, dtype)
+
+    def _norm_and_rotate(
+        self, query: Tensor, key: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
+    ) -> tuple[Tensor, Tensor]:
+        """`query` and `key` have not been normalised."""
+        attention: Any = self.module
+        dtype: Any = compute_dtype(attention.q_norm.weight.dtype, query)
+        weights = (_in_dtype(norm.weight, dtype) for norm in (attention.q_norm, attention.k_norm))
+        norm: Any = self.schedule.norm.qk
+        rope = self.schedule.rope
+        rotated_query, rotated_key, _, _ = ops.qk_norm_rope(
+            query,
+            key,
+            *weights,
+            attention.q_norm.variance_epsilon,
+            norm.norm_round,
+            norm.out_round,
+            norm.cast,
+            *self._tables(cos, sin, unsqueeze_dim),
+            rope.table,
+            rope.compute,
+            rope.cast,
+            dtype,
+        )
+        return rotated_query, rotated_key
+
+    def _tables(self, cos: Tensor, sin: Tensor, unsqueeze_dim: int) -> tuple[Tensor, Tensor]:
+        rounding = self.schedule.rope
         if rounding.table == "fp32" or rounding.cast != "rne":
             _require_fp32(cos, self.name, "the RoPE table")
-        cos, sin = cos.float().unsqueeze(unsqueeze_dim), sin.float().unsqueeze(unsqueeze_dim)
-        return ops.rope(query, key, cos, sin, rounding.table, rounding.compute, rounding.cast, dtype)
+        return cos.float().unsqueeze(unsqueeze_dim), sin.float().unsqueeze(unsqueeze_dim)
+
+
+def _with_rotation(code: types.FunctionType, rotate: Callable[..., tuple[Tensor, Tensor]]) -> types.FunctionType:
+    """`code` with another `apply_rotary_pos_emb`."""
+    # Without `__name__` Dynamo cannot mistake these globals for the module's own, where the unaligned rotation is.
+    names = {key: value for key, value in code.__globals__.items() if key != "__name__"} | {"apply_rotary_pos_emb": rotate}
+    function = types.FunctionType(code.__code__, names, code.__name__, code.__defaults__, code.__closure__)
+    function.__kwdefaults__ = code.__kwdefaults__
+    return function
+
+
+def _watched(norm: nn.Module) -> bool:
+    """Whether calling the norm does anything but `AlignedNorm.forward`."""
+    hooks = (norm._forward_hooks, norm._forward_pre_hooks, norm._backward_hooks, norm._backward_pre_hooks)
+    return any(hooks) or not isinstance(getattr(norm.forward, "__self__", None), AlignedNorm)
 
 
 class AlignedDecoderLayer(AlignedForward):

@@ -164,6 +164,7 @@ def _differing_ops() -> list[str]:
         ("add_rms_norm", (x, residual, weight, 1e-5, "never", False, False, False, "rne", bf16)),
         ("add_rms_norm_backward", (grad, grad, x, residual, weight, rstd, *n1, "rne", bf16)),
         ("add_rms_norm_backward", (wider, None, wide, None, weight.float(), rstd, "never", False, False, "rne", fp32)),
+        ("qk_norm_rope", (x, residual, weight, weight, 1e-5, True, True, "rne", table, table, "fp32", "fp32", "rne", bf16)),
         ("residual_add", (x, wide, True, "rne", bf16)),
         ("cast_to", (wide, bf16, "rtz")),
     ]
@@ -180,8 +181,8 @@ def _differing_ops() -> list[str]:
 # -- the ops ----------------------------------------------------------------------------------------------------------
 
 
-def _run(kernel: str, args: ctypes.Structure) -> None:
-    getattr(_library(), f"tripoint_{kernel}")(ctypes.byref(args))
+def _run(kernel: str, *args: ctypes.Structure | None) -> None:
+    getattr(_library(), f"tripoint_{kernel}")(*(None if a is None else ctypes.byref(a) for a in args))
 
 
 def _supported(dtype: torch.dtype, *tensors: Tensor | None) -> bool:
@@ -344,6 +345,7 @@ def add_rms_norm(
             norm_round=norm_round,
             cast=_CASTS[cast],
         ),
+        None,
     )
     return laid_out_like(x, out), x.new_empty(0) if carry is None else laid_out_like(x, carry), rstd
 
@@ -393,11 +395,119 @@ def add_rms_norm_backward(
             stepwise=sum_round == "before_var" and norm_round and out_round,
             cast=_CASTS[cast],
         ),
+        None,
     )
     out = laid_out_like(x, grad_x)
     if residual is None:
         return out, x.new_empty(0), grad_weight
     return out, laid_out_like(residual, grad_x if grad_residual is None else grad_residual), grad_weight
+
+
+def qk_norm_rope(
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    eps: float,
+    norm_round: bool,
+    out_round: bool,
+    norm_cast: str,
+    cos: Tensor,
+    sin: Tensor,
+    table: str,
+    compute: str,
+    cast: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `reference.qk_norm_rope`."""
+    if not _rotatable(query, key, cos, sin, dtype) or not _supported(dtype, query_weight, key_weight):
+        return reference.qk_norm_rope(
+            query, key, query_weight, key_weight, eps, norm_round, out_round, norm_cast, cos, sin, table, compute, cast, dtype
+        )
+    tables = _tables(cos, sin, table, cast, dtype)
+
+    def of(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+        weight, out, rstd = weight.contiguous(), rows_like(x, dtype), x.new_empty((*x.shape[:-1], 1), dtype=torch.float32)
+        outer = _Outer(x)
+        norm = _NormArgs(
+            x=outer.rows(x),
+            out=_Rows(wide=not out_round),
+            rstd=outer.rows(rstd),
+            weight=weight.data_ptr(),
+            size=outer.size,
+            hidden=x.shape[-1],
+            eps=eps,
+            dtype=_DTYPES[dtype],
+            weight_wide=_wide(weight),
+            sum_round=_SUM_ROUNDS["before_var"],
+            norm_round=norm_round,
+            cast=_CASTS[norm_cast],
+        )
+        rows = (outer.rows(None if t is None else t.expand(x.shape)) for t in (None, *tables, out))
+        settings = (_DTYPES[dtype], _COMPUTES[compute], _CASTS[cast], False)
+        _run("add_rms_norm", norm, _RopeArgs(*rows, outer.size, x.shape[-1], *settings))
+        return laid_out_like(x, out), rstd
+
+    (rotated_query, query_rstd), (rotated_key, key_rstd) = of(query, query_weight), of(key, key_weight)
+    return rotated_query, rotated_key, query_rstd, key_rstd
+
+
+def qk_norm_rope_backward(
+    grad_query: Tensor,
+    grad_key: Tensor,
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    query_rstd: Tensor,
+    key_rstd: Tensor,
+    norm_round: bool,
+    out_round: bool,
+    norm_cast: str,
+    cos: Tensor,
+    sin: Tensor,
+    table: str,
+    compute: str,
+    cast: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `reference.qk_norm_rope_backward`."""
+    inputs = (grad_query, grad_key, query, key, query_weight, key_weight)
+    if not _rotatable(query, key, cos, sin, dtype) or not _supported(dtype, *inputs):
+        return reference.qk_norm_rope_backward(
+            *inputs, query_rstd, key_rstd, norm_round, out_round, norm_cast, cos, sin, table, compute, cast, dtype
+        )
+    tables = _tables(cos, sin, table, cast, dtype)
+
+    def of(grad: Tensor, x: Tensor, weight: Tensor, rstd: Tensor) -> tuple[Tensor, Tensor]:
+        weight = weight.contiguous()
+        grad_x, grad_weight = rows_like(x, x.dtype), torch.empty_like(weight)
+        # In the order that the gradient at the norm's output would have in memory.
+        outer = _Outer(torch.empty_like(grad, device="meta"))
+        norm = _NormArgs(
+            x=outer.rows(x),
+            grad_out=_Rows(wide=not out_round),
+            grad_x=outer.rows(grad_x),
+            rstd=outer.rows(rstd),
+            weight=weight.data_ptr(),
+            grad_weight=grad_weight.data_ptr(),
+            size=outer.size,
+            hidden=x.shape[-1],
+            dtype=_DTYPES[dtype],
+            weight_wide=_wide(weight),
+            sum_round=_SUM_ROUNDS["before_var"],
+            norm_round=norm_round,
+            stepwise=norm_round and out_round,
+            cast=_CASTS[norm_cast],
+        )
+        rows = (outer.rows(None if t is None else t.expand(x.shape)) for t in (grad, *tables, None))
+        settings = (_DTYPES[dtype], _COMPUTES["bf16" if compute == "bf16" and out_round else "fp32"], _CASTS["rne"], True)
+        _run("add_rms_norm_backward", norm, _RopeArgs(*rows, outer.size, x.shape[-1], *settings))
+        return laid_out_like(x, grad_x), grad_weight
+
+    query_grad, query_weight_grad = of(grad_query, query, query_weight, query_rstd)
+    key_grad, key_weight_grad = of(grad_key, key, key_weight, key_rstd)
+    return query_grad, key_grad, query_weight_grad, key_weight_grad
 
 
 def residual_add(x: Tensor, residual: Tensor, rounded: bool, cast: str, dtype: torch.dtype) -> Tensor:

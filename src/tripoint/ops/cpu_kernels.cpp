@@ -283,25 +283,41 @@ C10_ALWAYS_INLINE V rotated(V x, V cos, V partner, V sin) {
   }
 }
 
+// Rotates the row `x_at` of `x` into the row `out_at` of `out`, by the angles of `place`.
 template <typename T, Cast cast, RopeCompute compute>
+void rotate_row(const RopeArgs& a, const Place& place, const Rows& x, int64_t x_at, const Rows& out, int64_t out_at) {
+  const int64_t half = a.head_dim / 2, cos = place.in(a.cos), sin = place.in(a.sin);
+  for_vectors(half, [&](int64_t i, auto count) C10_ALWAYS_INLINE_ATTRIBUTE {
+    const int64_t j = half + i;
+    const V first = load<T>(x, x_at + i, count), second = load<T>(x, x_at + j, count);
+    V sin_first = load<T>(a.sin, sin + i, count), sin_second = load<T>(a.sin, sin + j, count);
+    if (a.backward) {
+      sin_first = sin_first.neg();
+      sin_second = sin_second.neg();
+    }
+    const V cos_first = load<T>(a.cos, cos + i, count), cos_second = load<T>(a.cos, cos + j, count);
+    store<T, cast>(rotated<T, cast, compute>(first, cos_first, second.neg(), sin_first), out, out_at + i, count);
+    store<T, cast>(rotated<T, cast, compute>(second, cos_second, first, sin_second), out, out_at + j, count);
+  });
+}
+
+// The `rotate_row` for a call.
+template <typename T>
+auto rotation(const RopeArgs& a) {
+  const auto of = [&]<Cast cast>() {
+    if (a.compute == kStepwise) return &rotate_row<T, cast, kStepwise>;
+    return a.compute == kFma ? &rotate_row<T, cast, kFma> : &rotate_row<T, cast, kOnce>;
+  };
+  return a.cast == kTowardZero ? of.template operator()<kTowardZero>() : of.template operator()<kNearestEven>();
+}
+
+template <typename T>
 void rope(const RopeArgs& a) {
-  const int64_t half = a.head_dim / 2;
+  const auto rotate = rotation<T>(a);
   at::parallel_for(0, row_count(a.size), std::max<int64_t>(1, kGrain / a.head_dim), [&](int64_t begin, int64_t end) {
     Place place(begin, a.size);
     for (int64_t row = begin; row < end; ++row, place.advance()) {
-      const int64_t x = place.in(a.x), cos = place.in(a.cos), sin = place.in(a.sin), out = place.in(a.out);
-      for_vectors(half, [&](int64_t i, auto count) C10_ALWAYS_INLINE_ATTRIBUTE {
-        const int64_t j = half + i;
-        const V first = load<T>(a.x, x + i, count), second = load<T>(a.x, x + j, count);
-        V sin_first = load<T>(a.sin, sin + i, count), sin_second = load<T>(a.sin, sin + j, count);
-        if (a.backward) {
-          sin_first = sin_first.neg();
-          sin_second = sin_second.neg();
-        }
-        const V cos_first = load<T>(a.cos, cos + i, count), cos_second = load<T>(a.cos, cos + j, count);
-        store<T, cast>(rotated<T, cast, compute>(first, cos_first, second.neg(), sin_first), a.out, out + i, count);
-        store<T, cast>(rotated<T, cast, compute>(second, cos_second, first, sin_second), a.out, out + j, count);
-      });
+      rotate(a, place, a.x, place.in(a.x), a.out, place.in(a.out));
     }
   });
 }
@@ -530,48 +546,59 @@ class SumRow {
   std::vector<float> first_, second_;
 };
 
+// With `rope`, the output is the norm's rotated, and `a.out` only tells the norm's dtype.
 template <typename T, Cast cast>
-void add_rms_norm(const NormArgs& a) {
+void add_rms_norm(const NormArgs& a, const RopeArgs* rope) {
   const std::vector<float> weight = weight_in_fp32<T>(a);
+  const auto rotate = rope ? rotation<T>(*rope) : nullptr;
   at::parallel_for(0, row_count(a.size), std::max<int64_t>(1, kGrain / a.hidden), [&](int64_t begin, int64_t end) {
     SumRow<T, cast> sum(a);
+    std::vector<float> normed(rope ? a.hidden : 0);
+    Rows out = a.out;
+    if (rope) out.data = normed.data();
     Place place(begin, a.size);
     for (int64_t row = begin; row < end; ++row, place.advance()) {
       sum.read(place);
       const float mean_square = dot(sum.seen_by_var(), sum.seen_by_var(), a.hidden) / static_cast<float>(a.hidden);
       const float rstd = 1.0f / std::sqrt(mean_square + a.eps);
       static_cast<float*>(a.rstd.data)[place.in(a.rstd)] = rstd;
-      const int64_t out_at = place.in(a.out);
+      const int64_t out_at = place.in(out);
       for_vectors(a.hidden, [&](int64_t i, auto count) C10_ALWAYS_INLINE_ATTRIBUTE {
         V normalised = load(sum.seen_by_norm() + i, count) * V(rstd);
         if (a.norm_round) normalised = round_to<T, cast>(normalised);
-        store<T, cast>(normalised * load(&weight[i], count), a.out, out_at + i, count);
+        store<T, cast>(normalised * load(&weight[i], count), out, out_at + i, count);
       });
+      if (rope) rotate(*rope, place, out, out_at, rope->out, place.in(rope->out));
     }
   });
 }
 
 // The weight's gradient is ATen's sum over rows: columns in strands of 32 run through one cascade over the rows; columns
-// left over through four interleaved ones, as `scalar_sum` does.
+// left over through four interleaved ones, as `scalar_sum` does. With `rope`, the gradient at the norm's output is the one in
+// `rope` rotated back, and `a.grad_out` only tells its dtype.
 template <typename T, Cast cast>
-void add_rms_norm_backward(const NormArgs& a) {
+void add_rms_norm_backward(const NormArgs& a, const RopeArgs* rope) {
   const std::vector<float> weight = weight_in_fp32<T>(a);
+  const auto rotate = rope ? rotation<T>(*rope) : nullptr;
   const int64_t rows = row_count(a.size), step = int64_t{1} << level_power(rows), blocks = (rows + step - 1) / step;
   const int64_t rest = a.hidden < kLanes ? a.hidden % 4 : a.hidden % kStrand, whole = a.hidden - rest;
   std::vector<float> block_sums(blocks * whole), rest_rows(rows * rest);
 
   at::parallel_for(0, blocks, std::max<int64_t>(1, kGrain / (a.hidden * step)), [&](int64_t begin, int64_t end) {
     SumRow<T, cast> sum(a);
-    std::vector<float> d_normalised(a.hidden), d_weight(a.hidden);
+    std::vector<float> d_normalised(a.hidden), d_weight(a.hidden), unrotated(rope ? a.hidden : 0);
+    Rows grad_out = a.grad_out;
+    if (rope) grad_out.data = unrotated.data();
     Place place(begin * step, a.size);
     for (int64_t row = begin * step; row < std::min(end * step, rows); ++row, place.advance()) {
       sum.read(place);
       const float rstd = static_cast<const float*>(a.rstd.data)[place.in(a.rstd)];
-      const int64_t grad_at = place.in(a.grad_out);
+      const int64_t grad_at = place.in(grad_out);
+      if (rope) rotate(*rope, place, rope->x, place.in(rope->x), grad_out, grad_at);
       for_vectors(a.hidden, [&](int64_t i, auto count) C10_ALWAYS_INLINE_ATTRIBUTE {
         V normalised = load(sum.seen_by_norm() + i, count) * V(rstd);
         if (a.norm_round) normalised = round_to<T, cast>(normalised);
-        const V d = load<T>(a.grad_out, grad_at + i, count);
+        const V d = load<T>(grad_out, grad_at + i, count);
         V d_norm = d * load(&weight[i], count), d_w = d * normalised;
         if (a.stepwise) {
           d_norm = round_to<T, kNearestEven>(d_norm);
@@ -671,15 +698,7 @@ void dispatch(int32_t dtype, int32_t cast, const F& f) {
 extern "C" {
 
 void tripoint_rope(const RopeArgs* a) {
-  dispatch(a->dtype, a->cast, [&]<typename T, Cast cast>() {
-    if (a->compute == kStepwise) {
-      rope<T, cast, kStepwise>(*a);
-    } else if (a->compute == kFma) {
-      rope<T, cast, kFma>(*a);
-    } else {
-      rope<T, cast, kOnce>(*a);
-    }
-  });
+  dispatch(a->dtype, a->cast, [&]<typename T, Cast cast>() { rope<T>(*a); });
 }
 
 void tripoint_gated_act(const GatedArgs* a) {
@@ -690,12 +709,12 @@ void tripoint_gated_act_backward(const GatedArgs* a) {
   dispatch16(a->dtype, a->cast, [&]<typename T, Cast cast>() { gated_act_backward<T, cast>(*a); });
 }
 
-void tripoint_add_rms_norm(const NormArgs* a) {
-  dispatch(a->dtype, a->cast, [&]<typename T, Cast cast>() { add_rms_norm<T, cast>(*a); });
+void tripoint_add_rms_norm(const NormArgs* a, const RopeArgs* rope) {
+  dispatch(a->dtype, a->cast, [&]<typename T, Cast cast>() { add_rms_norm<T, cast>(*a, rope); });
 }
 
-void tripoint_add_rms_norm_backward(const NormArgs* a) {
-  dispatch(a->dtype, a->cast, [&]<typename T, Cast cast>() { add_rms_norm_backward<T, cast>(*a); });
+void tripoint_add_rms_norm_backward(const NormArgs* a, const RopeArgs* rope) {
+  dispatch(a->dtype, a->cast, [&]<typename T, Cast cast>() { add_rms_norm_backward<T, cast>(*a, rope); });
 }
 
 void tripoint_add(const AddArgs* a) {

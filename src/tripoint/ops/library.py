@@ -220,6 +220,111 @@ def _add_rms_norm_backward(ctx: Any, grad_out: Tensor | None, grad_carry: Tensor
 add_rms_norm.register_autograd(_add_rms_norm_backward, setup_context=_add_rms_norm_setup)
 
 
+@torch.library.custom_op("tripoint::qk_norm_rope", mutates_args=())
+def qk_norm_rope(
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    eps: float,
+    norm_round: bool,
+    out_round: bool,
+    norm_cast: str,
+    cos: Tensor,
+    sin: Tensor,
+    table: str,
+    compute: str,
+    cast: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return _of(query).qk_norm_rope(
+        query, key, query_weight, key_weight, eps, norm_round, out_round, norm_cast, cos, sin, table, compute, cast, dtype
+    )
+
+
+@qk_norm_rope.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    eps: float,
+    norm_round: bool,
+    out_round: bool,
+    norm_cast: str,
+    cos: Tensor,
+    sin: Tensor,
+    table: str,
+    compute: str,
+    cast: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    query_rstd, key_rstd = (x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for x in (query, key))
+    return torch.empty_like(query, dtype=dtype), torch.empty_like(key, dtype=dtype), query_rstd, key_rstd
+
+
+@torch.library.custom_op("tripoint::qk_norm_rope_backward", mutates_args=())
+def qk_norm_rope_backward(
+    grad_query: Tensor,
+    grad_key: Tensor,
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    query_rstd: Tensor,
+    key_rstd: Tensor,
+    norm_round: bool,
+    out_round: bool,
+    norm_cast: str,
+    cos: Tensor,
+    sin: Tensor,
+    table: str,
+    compute: str,
+    cast: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    inputs = (grad_query, grad_key, query, key, query_weight, key_weight, query_rstd, key_rstd)
+    return _of(query).qk_norm_rope_backward(*inputs, norm_round, out_round, norm_cast, cos, sin, table, compute, cast, dtype)
+
+
+@qk_norm_rope_backward.register_fake
+def _(
+    grad_query: Tensor,
+    grad_key: Tensor,
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    query_rstd: Tensor,
+    key_rstd: Tensor,
+    norm_round: bool,
+    out_round: bool,
+    norm_cast: str,
+    cos: Tensor,
+    sin: Tensor,
+    table: str,
+    compute: str,
+    cast: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return torch.empty_like(query), torch.empty_like(key), torch.empty_like(query_weight), torch.empty_like(key_weight)
+
+
+def _qk_norm_rope_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    query, key, query_weight, key_weight, _, *ctx.norm, cos, sin, table, compute, cast, dtype = inputs
+    ctx.rope = (table, compute, cast, dtype)
+    ctx.mark_non_differentiable(*output[2:])
+    ctx.save_for_backward(query, key, query_weight, key_weight, *output[2:], cos, sin)
+
+
+def _qk_norm_rope_backward(ctx: Any, grad_query: Tensor, grad_key: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    *inputs, cos, sin = ctx.saved_tensors
+    return *qk_norm_rope_backward(grad_query, grad_key, *inputs, *ctx.norm, cos, sin, *ctx.rope), *(None,) * 10
+
+
+qk_norm_rope.register_autograd(_qk_norm_rope_backward, setup_context=_qk_norm_rope_setup)
+
+
 @torch.library.custom_op("tripoint::residual_add", mutates_args=())
 def residual_add(x: Tensor, residual: Tensor, rounded: bool, cast: str, dtype: torch.dtype) -> Tensor:
     return _of(x).residual_add(x, residual, rounded, cast, dtype)

@@ -219,6 +219,66 @@ def add_rms_norm_backward(
     return cast_like(grad_total, x, x.dtype, "rne"), grad_residual, weight_in_dtype
 
 
+# -- QK-norm and RoPE -------------------------------------------------------------------------------------------------
+
+
+def qk_norm_rope(
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    eps: float,
+    norm_round: bool,
+    out_round: bool,
+    norm_cast: str,
+    cos: Tensor,
+    sin: Tensor,
+    table: str,
+    compute: str,
+    cast: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`rope` of `query` and `key` after an RMSNorm over head_dim of each, as in Qwen3; weights are [head_dim].
+
+    Returns the rotated query and key in `dtype` and the reciprocal root mean squares of both [..., 1] in FP32.
+    """
+    norm = (eps, "before_var", norm_round, out_round, None, norm_cast, dtype)  # there is no sum in front of it to round
+    normed_query, _, query_rstd = add_rms_norm(query, None, query_weight, *norm)
+    normed_key, _, key_rstd = add_rms_norm(key, None, key_weight, *norm)
+    return *rope(normed_query, normed_key, cos, sin, table, compute, cast, dtype), query_rstd, key_rstd
+
+
+def qk_norm_rope_backward(
+    grad_query: Tensor,
+    grad_key: Tensor,
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    query_rstd: Tensor,
+    key_rstd: Tensor,
+    norm_round: bool,
+    out_round: bool,
+    norm_cast: str,
+    cos: Tensor,
+    sin: Tensor,
+    table: str,
+    compute: str,
+    cast: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients at `query`, `key` and their weights."""
+    normed_dtype = dtype if out_round else torch.float32
+    grad_query, grad_key = rope_backward(grad_query, grad_key, cos, sin, table, compute, cast, dtype, normed_dtype)
+    norm = ("before_var", norm_round, out_round, norm_cast, dtype)
+    grad_query, _, grad_query_weight = add_rms_norm_backward(grad_query, None, query, None, query_weight, query_rstd, *norm)
+    grad_key, _, grad_key_weight = add_rms_norm_backward(grad_key, None, key, None, key_weight, key_rstd, *norm)
+    return grad_query, grad_key, grad_query_weight, grad_key_weight
+
+
+# -- adding -----------------------------------------------------------------------------------------------------------
+
+
 def residual_add(x: Tensor, residual: Tensor, rounded: bool, cast: str, dtype: torch.dtype) -> Tensor:
     """`residual + x` in FP32, or rounded to `dtype`."""
     return cast_like(residual.float() + x.float(), x, dtype if rounded else torch.float32, cast)

@@ -103,6 +103,14 @@ def _by_token(tensor: Tensor, heads: int) -> Tensor:
     return tensor[(None,) * (4 - tensor.dim())]
 
 
+def _head_blocks(query: Tensor, key: Tensor, heads: int, most: int) -> dict[str, int]:
+    """Settings of the kernels that take half rows of several heads at once, `most` numbers of them."""
+    half = query.shape[-1] // 2
+    block_half = triton.next_power_of_2(half)
+    query_heads, key_heads = (min(triton.next_power_of_2(x.shape[heads]), max(most // block_half, 1)) for x in (query, key))
+    return {"HALF": half, "BLOCK_HALF": block_half, "BLOCK_QUERY_HEADS": query_heads, "BLOCK_KEY_HEADS": key_heads}
+
+
 def _rotate(
     query: Tensor,
     key: Tensor,
@@ -120,21 +128,16 @@ def _rotate(
     outs = rows_like(query, out_dtype), rows_like(key, out_dtype)
     rows = [_by_token(x, heads) for x in (whole_rows(query), outs[0], whole_rows(key), outs[1])]
     tables = [_by_token(whole_rows(t).expand(query.shape), heads) for t in (cos, sin)]
-    size0, size1, query_heads, head_dim = rows[0].shape
-    key_heads = rows[2].shape[2]
-    block_half = triton.next_power_of_2(head_dim // 2)
+    size0, size1 = rows[0].shape[:2]
     if query.numel() + key.numel() > 0:
         _launch(
             kernels.rope,
             (size0 * size1,),
             query,
-            *(*rows, *tables, query_heads, key_heads, size1),
+            *(*rows, *tables, query.shape[heads], key.shape[heads], size1),
             *(stride for tensor in rows for stride in tensor.stride()[:3]),
             *(stride for tensor in tables for stride in tensor.stride()[:2]),
-            HALF=head_dim // 2,
-            BLOCK_HALF=block_half,
-            BLOCK_QUERY_HEADS=min(triton.next_power_of_2(query_heads), max(2048 // block_half, 1)),
-            BLOCK_KEY_HEADS=min(triton.next_power_of_2(key_heads), max(2048 // block_half, 1)),
+            **_head_blocks(query, key, heads, 2048),
             TABLE_ROUND=table == "bf16",
             TABLE_CAST=table_cast,
             BACKWARD=backward,
@@ -144,6 +147,118 @@ def _rotate(
             num_warps=4,
         )
     return laid_out_like(query, outs[0]), laid_out_like(key, outs[1])
+
+
+# -- QK-norm and RoPE -------------------------------------------------------------------------------------------------
+
+
+def qk_norm_rope(
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    eps: float,
+    norm_round: bool,
+    out_round: bool,
+    norm_cast: str,
+    cos: Tensor,
+    sin: Tensor,
+    table: str,
+    compute: str,
+    cast: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `reference.qk_norm_rope`; sums of squares run in another order."""
+    heads = _heads_dimension(query, key, cos, sin)
+    if heads is None or query.dtype != dtype:
+        return reference.qk_norm_rope(
+            query, key, query_weight, key_weight, eps, norm_round, out_round, norm_cast, cos, sin, table, compute, cast, dtype
+        )
+    outs = rows_like(query, dtype), rows_like(key, dtype)
+    rstds = [x.new_empty((*x.shape[:-1], 1), dtype=torch.float32) for x in (query, key)]
+    pair = zip((query, key), outs, rstds, strict=True)
+    per_head = [_by_token(t, heads) for x, out, rstd in pair for t in (whole_rows(x), out, rstd)]
+    tables = [_by_token(whole_rows(t).expand(query.shape), heads) for t in (cos, sin)]
+    size0, size1 = per_head[0].shape[:2]
+    if query.numel() + key.numel() > 0:
+        _launch(
+            kernels.qk_norm_rope,
+            (size0 * size1,),
+            query,
+            *(per_head[0], query_weight.contiguous(), *per_head[1:4], key_weight.contiguous(), *per_head[4:], *tables),
+            *(query.shape[heads], key.shape[heads], size1, eps),
+            *(stride for tensor in per_head for stride in tensor.stride()[:3]),
+            *(stride for tensor in tables for stride in tensor.stride()[:2]),
+            **_head_blocks(query, key, heads, 1024),
+            NORM_ROUND=norm_round,
+            OUT_ROUND=out_round,
+            NORM_CAST=norm_cast,
+            TABLE_ROUND=table == "bf16",
+            TABLE_CAST=cast,
+            COMPUTE=compute,
+            DTYPE=_DTYPES[dtype],
+            CAST=cast,
+            num_warps=4,
+        )
+    return laid_out_like(query, outs[0]), laid_out_like(key, outs[1]), rstds[0], rstds[1]
+
+
+def qk_norm_rope_backward(
+    grad_query: Tensor,
+    grad_key: Tensor,
+    query: Tensor,
+    key: Tensor,
+    query_weight: Tensor,
+    key_weight: Tensor,
+    query_rstd: Tensor,
+    key_rstd: Tensor,
+    norm_round: bool,
+    out_round: bool,
+    norm_cast: str,
+    cos: Tensor,
+    sin: Tensor,
+    table: str,
+    compute: str,
+    cast: str,
+    dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """See `reference.qk_norm_rope_backward`; sums run in another order, the same one every time."""
+    heads = _heads_dimension(query, key, cos, sin)
+    if heads is None or query.dtype != dtype:
+        inputs = (grad_query, grad_key, query, key, query_weight, key_weight, query_rstd, key_rstd)
+        return reference.qk_norm_rope_backward(*inputs, norm_round, out_round, norm_cast, cos, sin, table, compute, cast, dtype)
+    grads = rows_like(query, dtype), rows_like(key, dtype)
+    of_query = (whole_rows(grad_query), whole_rows(query), query_rstd, grads[0])
+    of_key = (whole_rows(grad_key), whole_rows(key), key_rstd, grads[1])
+    per_head = [_by_token(t, heads) for t in (*of_query, *of_key)]
+    tables = [_by_token(whole_rows(t).expand(query.shape), heads) for t in (cos, sin)]
+    size0, size1, _, head_dim = per_head[0].shape
+    programs = min(size0 * size1, _PROGRAMS) if query.numel() + key.numel() > 0 else 0
+    weight_grads = [w.new_empty((programs, head_dim), dtype=torch.float32) for w in (query_weight, key_weight)]
+    if programs > 0:
+        _launch(
+            kernels.qk_norm_rope_backward,
+            (programs,),
+            query,
+            *(*per_head[:2], query_weight.contiguous(), *per_head[2:4], weight_grads[0]),
+            *(*per_head[4:6], key_weight.contiguous(), *per_head[6:], weight_grads[1], *tables),
+            *(size0 * size1, query.shape[heads], key.shape[heads], size1),
+            *(stride for tensor in per_head for stride in tensor.stride()[:3]),
+            *(stride for tensor in tables for stride in tensor.stride()[:2]),
+            **_head_blocks(query, key, heads, 1024),
+            NORM_ROUND=norm_round,
+            OUT_ROUND=out_round,
+            NORM_CAST=norm_cast,
+            TABLE_ROUND=table == "bf16",
+            TABLE_CAST=cast,
+            COMPUTE="bf16" if compute == "bf16" and out_round else "fp32",
+            DTYPE=_DTYPES[dtype],
+            num_warps=4,
+        )
+    grad_query_weight, grad_key_weight = (
+        grad.sum(0).to(weight.dtype) for grad, weight in zip(weight_grads, (query_weight, key_weight), strict=True)
+    )
+    return laid_out_like(query, grads[0]), laid_out_like(key, grads[1]), grad_query_weight, grad_key_weight
 
 
 # -- SwiGLU and GeGLU -------------------------------------------------------------------------------------------------

@@ -129,6 +129,25 @@ def _rotate_heads(
 
 
 @triton.jit
+def _tables(
+    cos, sin, i, j, cos_stride0, cos_stride1, sin_stride0, sin_stride1, HALF: tl.constexpr, BLOCK_HALF: tl.constexpr,
+    TABLE_ROUND: tl.constexpr, TABLE_CAST: tl.constexpr, BACKWARD: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Both halves of the cosines and sines of token (i, j); of the opposite angles if `BACKWARD`."""
+    columns = tl.arange(0, BLOCK_HALF)
+    mask = columns < HALF
+    cos += i * cos_stride0 + j * cos_stride1
+    sin += i * sin_stride0 + j * sin_stride1
+    cos1 = _table(cos, columns, mask, TABLE_ROUND, TABLE_CAST, DTYPE, BITS)
+    cos2 = _table(cos + HALF, columns, mask, TABLE_ROUND, TABLE_CAST, DTYPE, BITS)
+    sin1 = _table(sin, columns, mask, TABLE_ROUND, TABLE_CAST, DTYPE, BITS)
+    sin2 = _table(sin + HALF, columns, mask, TABLE_ROUND, TABLE_CAST, DTYPE, BITS)
+    if BACKWARD:
+        sin1, sin2 = -sin1, -sin2
+    return cos1, cos2, sin1, sin2
+
+
+@triton.jit
 def rope(
     query, query_out, key, key_out, cos, sin, query_heads, key_heads, size1,
     query_stride0, query_stride1, query_stride_head, query_out_stride0, query_out_stride1, query_out_stride_head,
@@ -141,16 +160,10 @@ def rope(
     """Query and key of one token. Tokens have two outer dimensions."""
     token = tl.program_id(0).to(tl.int64)
     i, j = token // size1, token % size1
-    columns = tl.arange(0, BLOCK_HALF)
-    mask = columns < HALF
-    cos += i * cos_stride0 + j * cos_stride1
-    sin += i * sin_stride0 + j * sin_stride1
-    cos1 = _table(cos, columns, mask, TABLE_ROUND, TABLE_CAST, DTYPE, BITS)
-    cos2 = _table(cos + HALF, columns, mask, TABLE_ROUND, TABLE_CAST, DTYPE, BITS)
-    sin1 = _table(sin, columns, mask, TABLE_ROUND, TABLE_CAST, DTYPE, BITS)
-    sin2 = _table(sin + HALF, columns, mask, TABLE_ROUND, TABLE_CAST, DTYPE, BITS)
-    if BACKWARD:
-        sin1, sin2 = -sin1, -sin2
+    cos1, cos2, sin1, sin2 = _tables(
+        cos, sin, i, j, cos_stride0, cos_stride1, sin_stride0, sin_stride1, HALF, BLOCK_HALF,
+        TABLE_ROUND, TABLE_CAST, BACKWARD, DTYPE, BITS,
+    )  # fmt: skip
     _rotate_heads(
         query + i * query_stride0 + j * query_stride1, query_out + i * query_out_stride0 + j * query_out_stride1,
         query_heads, query_stride_head, query_out_stride_head, cos1, cos2, sin1, sin2,
@@ -161,6 +174,191 @@ def rope(
         key_heads, key_stride_head, key_out_stride_head, cos1, cos2, sin1, sin2,
         HALF, BLOCK_HALF, BLOCK_KEY_HEADS, COMPUTE, DTYPE, CAST, BITS,
     )  # fmt: skip
+
+
+# -- QK-norm and RoPE -------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def _normed(
+    x, rstd, scale, NORM_ROUND: tl.constexpr, OUT_ROUND: tl.constexpr,
+    DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    normalised = x * rstd
+    if NORM_ROUND:
+        normalised = _round(normalised, DTYPE, CAST, BITS)
+    out = normalised * scale
+    if OUT_ROUND:
+        out = _round(out, DTYPE, CAST, BITS)
+    return out
+
+
+@triton.jit
+def _norm_rotate_heads(
+    x, weight, out, rstds, heads, eps, x_stride, out_stride, rstd_stride, cos1, cos2, sin1, sin2,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    NORM_ROUND: tl.constexpr, OUT_ROUND: tl.constexpr, NORM_CAST: tl.constexpr,
+    COMPUTE: tl.constexpr, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """All heads of one token."""
+    columns = tl.arange(0, BLOCK_HALF)[None, :]
+    scale1 = _load(weight + columns, columns < HALF, BITS)
+    scale2 = _load(weight + HALF + columns, columns < HALF, BITS)
+    for start in range(0, heads, BLOCK_HEADS):
+        head = (start + tl.arange(0, BLOCK_HEADS))[:, None].to(tl.int64)
+        mask = (head < heads) & (columns < HALF)
+        source, target = x + head * x_stride + columns, out + head * out_stride + columns
+        first = _load(source, mask, BITS)
+        second = _load(source + HALF, mask, BITS)
+        squares = tl.sum(first * first + second * second, axis=1, keep_dims=True)
+        rstd = tl.rsqrt(tl.div_rn(squares, 2.0 * HALF) + eps)
+        tl.store(rstds + head * rstd_stride, rstd, mask=head < heads)
+        first = _normed(first, rstd, scale1, NORM_ROUND, OUT_ROUND, DTYPE, NORM_CAST, BITS)
+        second = _normed(second, rstd, scale2, NORM_ROUND, OUT_ROUND, DTYPE, NORM_CAST, BITS)
+        _store(target, _rotated(first, cos1, -second, sin1, COMPUTE, DTYPE, CAST, BITS), mask, CAST, BITS)
+        _store(target + HALF, _rotated(second, cos2, first, sin2, COMPUTE, DTYPE, CAST, BITS), mask, CAST, BITS)
+
+
+@triton.jit
+def qk_norm_rope(
+    query, query_weight, query_out, query_rstd, key, key_weight, key_out, key_rstd, cos, sin,
+    query_heads, key_heads, size1, eps,
+    query_stride0, query_stride1, query_stride_head, query_out_stride0, query_out_stride1, query_out_stride_head,
+    query_rstd_stride0, query_rstd_stride1, query_rstd_stride_head,
+    key_stride0, key_stride1, key_stride_head, key_out_stride0, key_out_stride1, key_out_stride_head,
+    key_rstd_stride0, key_rstd_stride1, key_rstd_stride_head,
+    cos_stride0, cos_stride1, sin_stride0, sin_stride1,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_QUERY_HEADS: tl.constexpr, BLOCK_KEY_HEADS: tl.constexpr,
+    NORM_ROUND: tl.constexpr, OUT_ROUND: tl.constexpr, NORM_CAST: tl.constexpr,
+    TABLE_ROUND: tl.constexpr, TABLE_CAST: tl.constexpr,
+    COMPUTE: tl.constexpr, DTYPE: tl.constexpr, CAST: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Query and key of one token. Tokens have two outer dimensions."""
+    token = tl.program_id(0).to(tl.int64)
+    i, j = token // size1, token % size1
+    cos1, cos2, sin1, sin2 = _tables(
+        cos, sin, i, j, cos_stride0, cos_stride1, sin_stride0, sin_stride1, HALF, BLOCK_HALF,
+        TABLE_ROUND, TABLE_CAST, False, DTYPE, BITS,
+    )  # fmt: skip
+    _norm_rotate_heads(
+        query + i * query_stride0 + j * query_stride1, query_weight,
+        query_out + i * query_out_stride0 + j * query_out_stride1,
+        query_rstd + i * query_rstd_stride0 + j * query_rstd_stride1,
+        query_heads, eps, query_stride_head, query_out_stride_head, query_rstd_stride_head, cos1, cos2, sin1, sin2,
+        HALF, BLOCK_HALF, BLOCK_QUERY_HEADS, NORM_ROUND, OUT_ROUND, NORM_CAST, COMPUTE, DTYPE, CAST, BITS,
+    )  # fmt: skip
+    _norm_rotate_heads(
+        key + i * key_stride0 + j * key_stride1, key_weight,
+        key_out + i * key_out_stride0 + j * key_out_stride1,
+        key_rstd + i * key_rstd_stride0 + j * key_rstd_stride1,
+        key_heads, eps, key_stride_head, key_out_stride_head, key_rstd_stride_head, cos1, cos2, sin1, sin2,
+        HALF, BLOCK_HALF, BLOCK_KEY_HEADS, NORM_ROUND, OUT_ROUND, NORM_CAST, COMPUTE, DTYPE, CAST, BITS,
+    )  # fmt: skip
+
+
+@triton.jit
+def _norm_rotate_heads_backward(
+    grad, x, weight, rstds, grad_x, heads, grad_stride, x_stride, rstd_stride, grad_x_stride,
+    cos1, cos2, sin1, sin2, d_scale1, d_scale2,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_HEADS: tl.constexpr,
+    NORM_ROUND: tl.constexpr, OUT_ROUND: tl.constexpr, NORM_CAST: tl.constexpr,
+    COMPUTE: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """All heads of one token, whose shares of the weight's gradient are added to `d_scale1` and `d_scale2`."""
+    columns = tl.arange(0, BLOCK_HALF)[None, :]
+    scale1 = _load(weight + columns, columns < HALF, BITS)
+    scale2 = _load(weight + HALF + columns, columns < HALF, BITS)
+    for start in range(0, heads, BLOCK_HEADS):
+        head = (start + tl.arange(0, BLOCK_HEADS))[:, None].to(tl.int64)
+        mask = (head < heads) & (columns < HALF)
+        source = grad + head * grad_stride + columns
+        rotated1 = _load(source, mask, BITS)
+        rotated2 = _load(source + HALF, mask, BITS)
+        d1 = _rotated(rotated1, cos1, -rotated2, sin1, COMPUTE, DTYPE, "rne", BITS)
+        d2 = _rotated(rotated2, cos2, rotated1, sin2, COMPUTE, DTYPE, "rne", BITS)
+        if OUT_ROUND:
+            d1 = _round(d1, DTYPE, "rne", BITS)
+            d2 = _round(d2, DTYPE, "rne", BITS)
+
+        source = x + head * x_stride + columns
+        first = _load(source, mask, BITS)
+        second = _load(source + HALF, mask, BITS)
+        rstd = tl.load(rstds + head * rstd_stride, mask=head < heads, other=0.0)
+        d_weight1 = d1 * _normed(first, rstd, 1.0, NORM_ROUND, False, DTYPE, NORM_CAST, BITS)
+        d_weight2 = d2 * _normed(second, rstd, 1.0, NORM_ROUND, False, DTYPE, NORM_CAST, BITS)
+        d1 *= scale1
+        d2 *= scale2
+        if NORM_ROUND and OUT_ROUND:
+            d_weight1 = _round(d_weight1, DTYPE, "rne", BITS)
+            d_weight2 = _round(d_weight2, DTYPE, "rne", BITS)
+            d1 = _round(d1, DTYPE, "rne", BITS)
+            d2 = _round(d2, DTYPE, "rne", BITS)
+        d_scale1 += tl.sum(d_weight1, axis=0, keep_dims=True)
+        d_scale2 += tl.sum(d_weight2, axis=0, keep_dims=True)
+        d_rstd = tl.sum(d1 * first + d2 * second, axis=1, keep_dims=True)
+        d_square = tl.div_rn(-0.5 * d_rstd * (rstd * rstd * rstd), 2.0 * HALF)
+        target = grad_x + head * grad_x_stride + columns
+        _store(target, d1 * rstd + d_square * (2.0 * first), mask, "rne", BITS)
+        _store(target + HALF, d2 * rstd + d_square * (2.0 * second), mask, "rne", BITS)
+    return d_scale1, d_scale2
+
+
+@triton.jit
+def qk_norm_rope_backward(
+    grad_query, query, query_weight, query_rstd, query_grad, query_weight_grads,
+    grad_key, key, key_weight, key_rstd, key_grad, key_weight_grads, cos, sin,
+    tokens, query_heads, key_heads, size1,
+    grad_query_stride0, grad_query_stride1, grad_query_stride_head, query_stride0, query_stride1, query_stride_head,
+    query_rstd_stride0, query_rstd_stride1, query_rstd_stride_head,
+    query_grad_stride0, query_grad_stride1, query_grad_stride_head,
+    grad_key_stride0, grad_key_stride1, grad_key_stride_head, key_stride0, key_stride1, key_stride_head,
+    key_rstd_stride0, key_rstd_stride1, key_rstd_stride_head,
+    key_grad_stride0, key_grad_stride1, key_grad_stride_head,
+    cos_stride0, cos_stride1, sin_stride0, sin_stride1,
+    HALF: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_QUERY_HEADS: tl.constexpr, BLOCK_KEY_HEADS: tl.constexpr,
+    NORM_ROUND: tl.constexpr, OUT_ROUND: tl.constexpr, NORM_CAST: tl.constexpr,
+    TABLE_ROUND: tl.constexpr, TABLE_CAST: tl.constexpr,
+    COMPUTE: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Query and key of every num_programs-th token; the program's shares of the weights' gradients go to its own rows of
+    `query_weight_grads` and `key_weight_grads`."""
+    query_scale1 = tl.zeros((1, BLOCK_HALF), dtype=tl.float32)
+    query_scale2 = tl.zeros((1, BLOCK_HALF), dtype=tl.float32)
+    key_scale1 = tl.zeros((1, BLOCK_HALF), dtype=tl.float32)
+    key_scale2 = tl.zeros((1, BLOCK_HALF), dtype=tl.float32)
+    program = tl.program_id(0)
+    for number in range(program, tokens, tl.num_programs(0)):
+        token = tl.cast(number, tl.int64)
+        i, j = token // size1, token % size1
+        cos1, cos2, sin1, sin2 = _tables(
+            cos, sin, i, j, cos_stride0, cos_stride1, sin_stride0, sin_stride1, HALF, BLOCK_HALF,
+            TABLE_ROUND, TABLE_CAST, True, DTYPE, BITS,
+        )  # fmt: skip
+        query_scale1, query_scale2 = _norm_rotate_heads_backward(
+            grad_query + i * grad_query_stride0 + j * grad_query_stride1,
+            query + i * query_stride0 + j * query_stride1, query_weight,
+            query_rstd + i * query_rstd_stride0 + j * query_rstd_stride1,
+            query_grad + i * query_grad_stride0 + j * query_grad_stride1,
+            query_heads, grad_query_stride_head, query_stride_head, query_rstd_stride_head, query_grad_stride_head,
+            cos1, cos2, sin1, sin2, query_scale1, query_scale2,
+            HALF, BLOCK_HALF, BLOCK_QUERY_HEADS, NORM_ROUND, OUT_ROUND, NORM_CAST, COMPUTE, DTYPE, BITS,
+        )  # fmt: skip
+        key_scale1, key_scale2 = _norm_rotate_heads_backward(
+            grad_key + i * grad_key_stride0 + j * grad_key_stride1,
+            key + i * key_stride0 + j * key_stride1, key_weight,
+            key_rstd + i * key_rstd_stride0 + j * key_rstd_stride1,
+            key_grad + i * key_grad_stride0 + j * key_grad_stride1,
+            key_heads, grad_key_stride_head, key_stride_head, key_rstd_stride_head, key_grad_stride_head,
+            cos1, cos2, sin1, sin2, key_scale1, key_scale2,
+            HALF, BLOCK_HALF, BLOCK_KEY_HEADS, NORM_ROUND, OUT_ROUND, NORM_CAST, COMPUTE, DTYPE, BITS,
+        )  # fmt: skip
+    columns = tl.arange(0, BLOCK_HALF)[None, :]
+    mask = columns < HALF
+    at = program.to(tl.int64) * 2 * HALF + columns
+    tl.store(query_weight_grads + at, query_scale1, mask=mask)
+    tl.store(query_weight_grads + at + HALF, query_scale2, mask=mask)
+    tl.store(key_weight_grads + at, key_scale1, mask=mask)
+    tl.store(key_weight_grads + at + HALF, key_scale2, mask=mask)
 
 
 # -- SwiGLU and GeGLU -------------------------------------------------------------------------------------------------
