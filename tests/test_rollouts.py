@@ -19,7 +19,16 @@ ROWS = [
     {"prompt_ids": [5, 6], "completion_ids": [7, 8, 9], "logprobs": [-0.5, -1.25, 0.0], "reward": 1.0},
     {"prompt_ids": [5], "completion_ids": [99], "logprobs": [-3.0], "reward": 0.0},
 ]
-ROLLOUTS = [Rollout((5, 6), (7, 8, 9), (-0.5, -1.25, 0.0)), Rollout((5,), (99,), (-3.0,))]
+
+
+def rollout(
+    prompt: tuple[int, ...], completion: tuple[int, ...], logprobs: tuple[float, ...], of: int | None = None
+) -> Rollout:
+    """`of`: how many tokens of `prompt` the row began with."""
+    return Rollout(prompt, completion, logprobs, group=prompt[:of])
+
+
+ROLLOUTS = [rollout((5, 6), (7, 8, 9), (-0.5, -1.25, 0.0)), rollout((5,), (99,), (-3.0,))]
 
 
 def jsonl(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -64,7 +73,7 @@ def test_trl_batch_drops_padding(tmp_path: Path, write: Any) -> None:
             "sampling_per_token_logps": [-0.5, -1.0, 0.0],
         }
     ]
-    assert read(write(tmp_path / "run", rows)) == [Rollout((5, 6), (7, 8), (-0.5, -1.0))]
+    assert read(write(tmp_path / "run", rows)) == [rollout((5, 6), (7, 8), (-0.5, -1.0))]
 
 
 @WRITERS
@@ -79,19 +88,30 @@ def test_verl_batch_drops_padding_and_splits_at_tool_tokens(tmp_path: Path, writ
         }
     ]
     assert read(write(tmp_path / "run", rows)) == [
-        Rollout((5, 6), (7, 8), (-0.5, -1.0)),
-        Rollout((5, 6, 7, 8, 30, 31), (9,), (-2.0,)),
+        rollout((5, 6), (7, 8), (-0.5, -1.0)),
+        rollout((5, 6, 7, 8, 30, 31), (9,), (-2.0,), of=2),
     ]
 
 
 def test_verl_agent_loop(tmp_path: Path) -> None:
     row = {"prompt_ids": [5], "response_ids": [30, 7, 31], "response_mask": [0, 1, 0], "response_logprobs": [0.0, -0.5, 0.0]}
-    assert read(jsonl(tmp_path / "run", [row])) == [Rollout((5, 30), (7,), (-0.5,))]
+    assert read(jsonl(tmp_path / "run", [row])) == [rollout((5, 30), (7,), (-0.5,), of=1)]
 
 
 def test_tool_mask_of_trl(tmp_path: Path) -> None:
     row = ROWS[0] | {"tool_mask": [1, 0, 1]}
-    assert read(jsonl(tmp_path / "run", [row])) == [Rollout((5, 6), (7,), (-0.5,)), Rollout((5, 6, 7, 8), (9,), (0.0,))]
+    assert read(jsonl(tmp_path / "run", [row])) == [rollout((5, 6), (7,), (-0.5,)), rollout((5, 6, 7, 8), (9,), (0.0,), of=2)]
+
+
+def test_completions_of_one_prompt_are_a_group(tmp_path: Path) -> None:
+    rows = [{"prompt_ids": [5 + i % 2], "completion_ids": [7], "logprobs": [-0.5]} for i in range(6)]
+    assert [found.group for found in read(jsonl(tmp_path / "run", rows))] == [(5,), (6,)] * 3
+
+
+def test_log_probabilities_that_are_all_zero_are_placeholders(tmp_path: Path) -> None:
+    rows = [row | {"logprobs": [0.0] * len(row["completion_ids"])} for row in ROWS]  # type: ignore[arg-type]
+    assert "the log-probabilities are all 0: the file holds placeholders" in refusal(jsonl(tmp_path / "run", rows))
+    read(jsonl(tmp_path / "run", [*rows, ROWS[0]]))
 
 
 def test_rows_are_read_as_they_are_asked_for(tmp_path: Path) -> None:

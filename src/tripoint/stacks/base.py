@@ -32,13 +32,16 @@ class Rollout:
 
     `logprobs` holds the sampling stack's own log-probability (nats) of each completion token at the moment it was sampled,
     or is None where the tokens were not sampled but are only to be scored. `advantages` holds the advantage of each completion
-    token, or is None where none are known.
+    token, or is None where none are known. `group` is the prompt that a recorded row began with: completions of one prompt, and
+    the stretches of one row, share it, and errors are not estimated from them as if they were independent. None: a group of
+    its own.
     """
 
     prompt_ids: tuple[int, ...]
     completion_ids: tuple[int, ...]
     logprobs: tuple[float, ...] | None = None
     advantages: tuple[float, ...] | None = None
+    group: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         if not self.prompt_ids or not self.completion_ids:

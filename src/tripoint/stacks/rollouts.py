@@ -3,8 +3,8 @@
 A file is JSONL or Parquet, one completion a row, in one of the layouts of `LAYOUTS`: our own (which is what a `rollout_func` of
 TRL returns), TRL's GRPO batch, verl's agent loop and verl's batch. Padding is dropped by the attention masks. Tokens that no
 policy sampled (tool output, by `tool_mask` or `response_mask`) stay in the context but are not scored: each stretch of sampled
-tokens becomes a rollout of its own. Advantages are read where there are any: a number for the row or one for each completion
-token. Other columns are ignored.
+tokens becomes a rollout of its own. All that begin with the same prompt are a group. Advantages are read where there are any: a
+number for the row or one for each completion token. Other columns are ignored.
 
 The log-probabilities are taken to be those of the raw distribution. TRL records them after temperature and top-p: they are raw
 only where it sampled at temperature 1 with top-p 1.
@@ -73,10 +73,10 @@ def read_rollouts(path: Path, vocab_size: int) -> Iterator[Rollout]:
 
     Raises UsageError, naming the file and the row, for a file that is missing, empty, cut off or of no known layout, and for a
     rollout without tokens, with token ids outside `vocab_size`, or with log-probabilities (or advantages, if the first row has
-    any) that are missing or cannot be any.
+    any) that are missing or cannot be any; in the end also for log-probabilities that are all 0.
     """
     layout: Layout | None = None
-    empty, weighted = True, False
+    empty, placeholders, weighted = True, True, False
     for where, row in _rows(path):
         if layout is None:
             layout = _layout(row.keys(), path)
@@ -84,11 +84,16 @@ def read_rollouts(path: Path, vocab_size: int) -> Iterator[Rollout]:
         try:
             for rollout in _rollouts(row, layout, vocab_size, weighted=weighted):
                 empty = False
+                placeholders &= not any(rollout.logprobs or ())
                 yield rollout
         except ValueError as error:
             raise UsageError(f"{where}: {error}") from None
     if empty:
         raise UsageError(f"{path} holds no rollouts: was anything sampled?")
+    if placeholders:
+        raise UsageError(
+            f"{path}: the log-probabilities are all 0: the file holds placeholders, so record what the tokens were sampled at"
+        )
 
 
 def _rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -184,11 +189,12 @@ def _rollouts(row: dict[str, Any], layout: Layout, vocab_size: int, *, weighted:
     context = [_token(token, vocab_size) for token, kept in zip(prompt, attended, strict=False) if kept]
     if not context or not completion:
         raise ValueError(f"`{layout.completion if context else layout.prompt}` holds no token")
+    group = tuple(context)
     stretch: list[tuple[int, float, float | None]] = []
 
     def finished() -> Rollout:
         tokens, values, weights = zip(*stretch, strict=True)
-        return Rollout(tuple(context), tokens, values, weights if weighted else None)
+        return Rollout(tuple(context), tokens, values, weights if weighted else None, group)
 
     for token, logprob, advantage, kept, drawn in zip(
         completion, logprobs, advantages, attended[len(prompt) :], sampled, strict=True
