@@ -114,6 +114,30 @@ def test_maxima_carry_no_error() -> None:
     }
 
 
+def test_stretches_of_one_row_are_not_independent() -> None:
+    """Ten stretches of each of twelve rows, whose differences are of one size within a row."""
+    rng = np.random.default_rng(0)
+    engine = [[-2.0] * 20 for _ in range(120)]
+    groups = np.arange(120) // 10
+    values, errors, naive = [], [], []
+    for _ in range(200):
+        sizes = 0.05 * rng.lognormal(sigma=0.5, size=12)[groups]
+        trainer = (-2.0 + sizes[:, None] * rng.normal(size=(120, 20))).tolist()
+        found = measure(engine, trainer, groups.tolist())
+        values.append(found.mismatch.mean_abs)
+        errors.append(found.stderr["mean_abs"])
+        naive.append(measure(engine, trainer).stderr["mean_abs"])
+    assert np.mean(errors) == pytest.approx(np.std(values), rel=0.2)
+    assert np.mean(naive) < np.std(values) / 2
+
+
+def test_rows_of_few_prompts_are_refused_however_many() -> None:
+    engine = rollouts(40, 25)
+    measure(engine, engine, [i % 8 for i in range(40)])
+    with pytest.raises(MeasurementError, match="1000 tokens in 40 sequences of 7 prompts are too few"):
+        measure(engine, engine, [i % 7 for i in range(40)])
+
+
 def test_change_is_paired() -> None:
     """The same addition to every |d| is no uncertainty, however different the sequences are."""
     engine = rollouts()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from tripoint.drift.groups import group_sums
 from tripoint.errors import MeasurementError
 
 Floats = NDArray[np.float64]
@@ -61,9 +62,9 @@ MAXIMA = ("max_abs", "max_ratio", "rollout_probs_diff_max")
 class Measured:
     """A mismatch with its uncertainty.
 
-    `stderr`: standard error of each field, by a bootstrap over sequences (tokens of one sequence are not independent);
-    None for `MAXIMA`. `resampled`: the field's value in each of `RESAMPLES` resamples. Two measurements of the same rollouts
-    share their resamples, so that differences between them are paired.
+    `stderr`: standard error of each field, by a bootstrap over sequences, those of one prompt together (their tokens are not
+    independent); None for `MAXIMA`. `resampled`: the field's value in each of `RESAMPLES` resamples. Two measurements of the
+    same rollouts share their resamples, so that differences between them are paired.
     """
 
     tokens: int
@@ -85,19 +86,26 @@ class Change:
     stderr: float | None
 
 
-def measure(engine: Sequence[Sequence[float]], trainer: Sequence[Sequence[float]]) -> Measured:
-    """The mismatch between log-probabilities (nats) of the same completion tokens, one inner sequence per rollout.
+def measure(
+    engine: Sequence[Sequence[float]], trainer: Sequence[Sequence[float]], groups: Sequence[int] | None = None
+) -> Measured:
+    """The mismatch between log-probabilities (nats) of the same completion tokens, one inner sequence per rollout. `groups`: a
+    number for each rollout, the same for those of one prompt; by default every one has its own.
 
-    Raises MeasurementError for fewer than `MIN_TOKENS` tokens or `MIN_SEQUENCES` sequences, and for values that are not
+    Raises MeasurementError for fewer than `MIN_TOKENS` tokens or `MIN_SEQUENCES` groups, and for values that are not
     finite or so far apart that an importance ratio overflows.
     """
     tokens, sequences = sum(map(len, engine)), len(engine)
+    owners = np.repeat(np.arange(sequences) if groups is None else groups, [len(row) for row in engine])
+    clusters = len(np.unique(owners))
     if [len(row) for row in engine] != [len(row) for row in trainer]:
         raise ValueError("engine and trainer must score the same tokens")
-    if tokens < MIN_TOKENS or sequences < MIN_SEQUENCES:
+    if tokens < MIN_TOKENS or clusters < MIN_SEQUENCES:
+        of = f" of {clusters} prompts" if clusters < sequences else ""
+        different = " of different prompts" if of else ""
         raise MeasurementError(
-            f"{tokens} tokens in {sequences} sequences are too few to measure a mismatch; "
-            f"give at least {MIN_TOKENS} tokens in {MIN_SEQUENCES} sequences"
+            f"{tokens} tokens in {sequences} sequences{of} are too few to measure a mismatch; "
+            f"give at least {MIN_TOKENS} tokens in {MIN_SEQUENCES} sequences{different}"
         )
     logp_engine, logp_trainer = (np.concatenate([np.asarray(row, np.float64) for row in rows]) for rows in (engine, trainer))
     for who, logp in (("engine", logp_engine), ("trainer", logp_trainer)):
@@ -114,11 +122,10 @@ def measure(engine: Sequence[Sequence[float]], trainer: Sequence[Sequence[float]
     probs_diff = np.abs(np.exp(logp_engine) - np.exp(logp_trainer))
     # expm1 keeps the digits that exp(d) - 1 loses for small d.
     summands = [np.ones_like(d), np.abs(d), d**2, d, np.expm1(d) - d, w, w**2, d == 0, probs_diff, np.exp(np.abs(d))]
-    starts = np.cumsum([0, *map(len, engine)])[:-1]
-    sums = np.add.reduceat(np.stack(summands, axis=1).astype(np.float64), starts, axis=0)
+    sums = group_sums(np.stack(summands).astype(np.float64), owners).T
 
     rng = np.random.default_rng(0)
-    counts = rng.multinomial(sequences, np.full(sequences, 1 / sequences), size=RESAMPLES)
+    counts = rng.multinomial(clusters, np.full(clusters, 1 / clusters), size=RESAMPLES)
     resampled = _means(counts @ sums)
     maxima = {"max_abs": np.abs(d).max(), "max_ratio": w.max(), "rollout_probs_diff_max": probs_diff.max()}
     values = _means(sums.sum(axis=0)) | maxima
