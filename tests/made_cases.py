@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -77,6 +77,16 @@ def rollouts(model: Any, cases: tuple[str, ...], seed: int, sequences: int = SEQ
         CASES[case](engine)
     align(engine.model, to=ENGINE)
     return _run(engine, seed, sequences), engine.about
+
+
+def off(rollouts: list[Rollout], nats: float, tokens: int) -> list[Rollout]:
+    """`rollouts` with so many tokens, each in a sequence of its own, said to be less likely by `nats`: the least likely."""
+    out = list(rollouts)
+    for index, rollout in enumerate(rollouts[:tokens]):
+        logprobs = np.array(rollout.logprobs)
+        logprobs[logprobs.argmin()] -= nats
+        out[index] = replace(rollout, logprobs=tuple(logprobs.tolist()))
+    return out
 
 
 @torch.no_grad()

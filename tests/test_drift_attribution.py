@@ -145,7 +145,8 @@ def test_equal_stacks_give_no_drift_and_nothing_to_attribute(model: Path, rollou
     result = measured(model, rollouts, "R1 S1 N1", TRAINER)
     assert abs(result.total.value) < 3 * result.total.stderr
     assert result.attribution is None
-    assert result.aligned is None
+    assert result.removed is None
+    assert result.aligned == result.total
     assert result.controls.positive.value > 3 * result.controls.positive.stderr
 
 

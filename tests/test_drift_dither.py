@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from tiny import ARCHITECTURES, VOCABULARY, tiny, tokens
-from tripoint.drift.dither import EMBEDDING, HEAD, Dithering, dithered, permuted, read_weights, seeds, untied
+from tripoint.drift.dither import EMBEDDING, HEAD, Dithering, dithered, permutable, permuted, read_weights, seeds, untied
 from tripoint.errors import UsageError
 from tripoint.stacks import Rollout
 from tripoint.stacks.hf import HFStack
@@ -85,6 +85,21 @@ def test_a_weight_of_unknown_channels_is_refused_by_name() -> None:
     weights = {EMBEDDING: torch.zeros(3, 4), "model.layers.0.mlp.experts.weight": torch.zeros(4, 4)}
     with pytest.raises(UsageError, match=r"model\.layers\.0\.mlp\.experts\.weight"):
         permuted(weights, 0)
+    assert not permutable(weights)
+    assert permutable({EMBEDDING: weights[EMBEDDING]})
+
+
+def test_what_transformers_does_not_load_is_no_weight(tied: Path, tmp_path: Path) -> None:
+    weights = read_weights(tied)
+    for file in tied.glob("*.json"):
+        (tmp_path / file.name).write_text(file.read_text())
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # as Llama 2's files hold it
+    save_file(weights | table, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file({"tok_embeddings.weight": torch.ones(4)}, tmp_path / "consolidated.safetensors")  # as Mistral's do
+    assert read_weights(tmp_path).keys() == weights.keys()
+    with untied(tmp_path) as copied:
+        assert read_weights(copied).keys() == {*weights, HEAD}
+        assert HFStack(copied).score(ROLLOUTS) == HFStack(tied).score(ROLLOUTS)
 
 
 def test_an_untied_copy_gives_the_tied_checkpoint_s_bits(tied: Path) -> None:

@@ -112,6 +112,26 @@ def test_tokens_said_twice_make_nothing_surer() -> None:
     assert five_times.stderr == pytest.approx(once.stderr)
 
 
+def test_sequences_of_one_prompt_count_as_one() -> None:
+    """How far stacks are apart is a matter of the prompt here, of which each has four completions, one after the other."""
+    rng = np.random.default_rng(8)
+    groups = tuple(range(12)) * 4
+    values, errors, naive = [], [], []
+    for repetition in range(100):
+        size = 0.1 * rng.lognormal(sigma=0.5, size=12)[list(groups)]
+        a, b = draw(rng, np.zeros((48, 10)), 6, 0.02), draw(rng, size[:, None] * rng.normal(size=(48, 10)), 6, 0.02)
+        grouped = (Replicates(x.values, x.lengths, groups) for x in (a, b))
+        estimate = systematic(*grouped, seed=repetition)
+        values.append(estimate.value)
+        errors.append(estimate.stderr)
+        naive.append(systematic(a, b, seed=repetition).stderr)
+    rms = np.sqrt(np.mean(np.square([errors, naive]), axis=1))
+    assert rms[0] == pytest.approx(np.std(values), rel=0.25)
+    assert rms[1] < 0.65 * np.std(values)
+    with pytest.raises(MeasurementError, match="only 7 prompts"):
+        systematic(*(Replicates(x.values, x.lengths, tuple(i % 7 for i in range(48))) for x in (a, b)))
+
+
 def test_a_dither_that_moves_all_sequences_alike_counts_once() -> None:
     rng = np.random.default_rng(4)
     values, errors = [], []

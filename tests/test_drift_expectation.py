@@ -32,6 +32,27 @@ def test_noise_seldom_passes_the_limit() -> None:
     assert limit < 1.25 * k3.mean()
 
 
+def test_a_token_that_falls_either_way_is_not_in_the_limit() -> None:
+    rng = np.random.default_rng(4)
+    a, b = noisy(rng, 3, 0.1), noisy(rng, 3, 0.1)
+    plain = noise_only(a, b)
+    a.values[:, 7] += (3.0, -3.0, 3.0)
+    found = noise_only(a, b)
+    assert list(np.flatnonzero(~found.steady)) == [7]
+    assert (found.k3, found.k3_limit, found.rms) == pytest.approx((plain.k3, plain.k3_limit, plain.rms), rel=0.02)
+
+
+def test_sequences_of_one_prompt_widen_the_limit() -> None:
+    """Noise that is as large in all sequences of a prompt does not average out over them."""
+    rng = np.random.default_rng(5)
+    size = np.repeat(rng.lognormal(sigma=0.7, size=10), 4 * 50)
+    groups = tuple(np.repeat(np.arange(10), 4).tolist())
+    values = [0.1 * size * rng.normal(size=(3, 2000)) for _ in range(2)]
+    apart, together = (noise_only(*(Replicates(v, (50,) * 40, g) for v in values)) for g in ((), groups))
+    assert together.k3 == pytest.approx(apart.k3)
+    assert together.k3_limit - together.k3 > 1.4 * (apart.k3_limit - apart.k3)
+
+
 def test_noise_needs_two_replicates() -> None:
     rng = np.random.default_rng(2)
     with pytest.raises(ValueError, match="two replicates"):

@@ -15,7 +15,7 @@ from pyarrow.parquet import write_table
 
 from tiny import VOCABULARY, tiny
 from tripoint.drift.dither import Dithering, Replicates, read_weights, seeds
-from tripoint.drift.gradient_bias import GradientBias, gradient_bias
+from tripoint.drift.gradient_bias import GradientBias, _bias, gradient_bias
 from tripoint.errors import MeasurementError, UsageError
 from tripoint.stacks import Rollout
 from tripoint.stacks.hf import HFStack
@@ -87,6 +87,23 @@ def test_noise_is_large_in_one_step_and_not_systematic(setup: Setup) -> None:
         # exp of a zero-mean d has a mean above one by half its variance: that is systematic, and small.
         assert abs(squares[-1]) < 0.1 * total.one_step**2
     assert np.mean(squares) == pytest.approx(0.02**2, abs=4 * np.std(squares) / np.sqrt(8))
+
+
+def test_the_difference_of_two_biases_is_paired(setup: Setup) -> None:
+    drift = 0.2 * np.sin(np.arange(96))
+    small, large = (setup.bias(Replicates(setup.same.values - size * drift, setup.same.lengths)).total for size in (1.0, 1.5))
+    lowered, stderr = large.less(small)
+    assert lowered == pytest.approx(large.systematic**2 - small.systematic**2)
+    assert 0 < stderr < large.stderr + small.stderr
+
+
+def test_positions_with_a_gradient_in_few_replicates_are_left_out() -> None:
+    b, g = np.ones((3, 4)), np.zeros((3, 4))
+    g[0] = 1.0
+    assert _bias(0, 1, b, g) is None
+    g[1] = -1.0
+    assert _bias(0, 1, b, g) is None
+    assert _bias(0, 1, b, np.ones((3, 4))) is not None
 
 
 def test_weights_and_gradients_are_left_as_they_were(setup: Setup) -> None:

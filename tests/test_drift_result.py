@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from rich.console import Console
+from transformers import AutoConfig
 
 from tiny import LAYERS, tiny
 from tripoint.drift.dither import Dithering, Replicates, read_weights, seeds, untied
@@ -34,6 +34,10 @@ KEYS = [
     "unexplained",
     "control",
     "findings",
+    "withheld",
+    "bound_only",
+    "positive_control",
+    "problem",
 ]
 
 
@@ -146,12 +150,12 @@ def test_recorded_rollouts_give_a_bound_and_a_finding_withholds(model: Path, tmp
     all_there_is = measured(model, f"rollouts:{file}", to="R3 S3 N3", precision=1e-9, say=said.append, **options)
     assert said[0].endswith("out of reach")
     assert all_there_is.systematic.tokens == sum(len(rollout.completion_ids) for rollout in rollouts)
-    unknown = measured(model, f"rollouts:{file}")
+    unknown = measured(model, f"rollouts:{file}", tokens=2000, replicates=12)
     assert "not known" in str(unknown.withheld)
     assert unknown.to_json()["unexplained"] is None
     # A single sample, but differences between schedules on its tokens are paired.
     above = {fit.candidate: fit.above_best for fit in unknown.systematic.fits}
-    assert above["R3 S3 N3 carry=layer"].value < 3 * above["R3 S3 N3 carry=layer"].stderr
+    assert above["R3 S3 N3 carry=layer"].value <= 3 * above["R3 S3 N3 carry=layer"].stderr
     assert above["R1 S1 N1"].value > 3 * above["R1 S1 N1"].stderr
     assert not any("qk" in candidate for candidate in above)
     write(1)
@@ -184,7 +188,11 @@ def test_recorded_advantages_give_the_gradient_bias(model: Path, tmp_path: Path)
         dithering = Dithering(read_weights(directory), rollouts)
         recorded = Replicates(np.concatenate([r.logprobs or () for r in rollouts])[None], dithering.lengths)
         expected = gradient_bias(same, recorded, dithering, advantages, seeds(0, "gradient bias", 4))
-    assert found["aligned"] == asdict(expected)
+    assert found["aligned"]["total"] == {name: vars(expected.total)[name] for name in found["aligned"]["total"]}
+    assert len(found["aligned"]["by_position"]) == len(expected.by_position)
+    assert result.gradient_bias is not None
+    assert found["lowered"]["square"] == result.gradient_bias.unaligned.total.square - expected.total.square
+    assert found["lowered"]["stderr"] > 0
     assert found["unaligned"]["total"] != found["aligned"]["total"]
     table = shown(result, detailed=True)
     for label, bias in (
@@ -196,6 +204,23 @@ def test_recorded_advantages_give_the_gradient_bias(model: Path, tmp_path: Path)
     assert measured(model, f"rollouts:{file}", quick=True, gradient=True).gradient_bias is None
     write(0.0)
     assert measured(model, f"rollouts:{file}", replicates=3, gradient=True).gradient_bias is None
+
+
+def test_what_equal_schedules_leave_is_unexplained(model: Path) -> None:
+    result = measured(model, "emulated:R1 S1 N1", to="R1 S1 N1")
+    out = result.to_json()
+    assert out["attribution"] == []
+    assert out["unexplained"] == {name: out["systematic"][name] for name in ("variance", "stderr")}
+    assert "left: no operation explains it" in shown(result)
+    assert "removed by alignment" not in shown(result)
+
+
+@pytest.mark.parametrize("to", [None, "R3 S3 N3"])
+def test_a_model_that_no_schedule_can_be_given_is_refused_at_once(tmp_path: Path, to: str | None) -> None:
+    AutoConfig.for_model("phi3").save_pretrained(tmp_path)  # and no weights, so that nothing can have been measured
+    (tmp_path / "model.safetensors").touch()
+    with pytest.raises(UsageError, match="phi3"):
+        measured(tmp_path, "emulated:R3 S3 N3", to=to)
 
 
 def test_a_trainer_that_cannot_be_aligned_is_refused(model: Path) -> None:

@@ -61,7 +61,8 @@ def main() -> None:
         model = made_cases.trainer_model(seed)
         rollouts, about = made_cases.rollouts(model, made[index], seed)
         findings = find_causes(model, rollouts, expectation(model, rollouts), bos=made_cases.BOS)
-        rows.append({"made": made[index], "about": about, "found": [finding.cause for finding in findings]})
+        causes = [finding.cause for finding in findings if not finding.rounding]
+        rows.append({"made": made[index], "about": about, "found": causes})
         print(number, json.dumps(rows[-1]), flush=True)
     right = Counter(tuple(row["made"]) for row in rows if set(row["made"]) == set(row["found"]))
     total = Counter(tuple(row["made"]) for row in rows)

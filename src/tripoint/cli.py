@@ -12,6 +12,7 @@ import sys
 import traceback
 from importlib.metadata import version
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -127,7 +128,7 @@ def drift(
         print(json.dumps(result.to_json(), indent=2, allow_nan=False))
     else:
         _show(render(result, detailed=False))
-    raise typer.Exit(3 if result.systematic.controls.problem else 0)
+    _exit_by_controls(result)
 
 
 @app.command()
@@ -154,8 +155,10 @@ def diagnose(
             raise UsageError(f"--out {out} is a file: give a directory")
         try:
             out.mkdir(parents=True, exist_ok=True)  # now, not after minutes of measuring
+            with TemporaryFile(dir=out):
+                pass
         except OSError as error:
-            raise UsageError(f"--out {out} cannot be made: {error.strerror}") from None
+            raise UsageError(f"--out {out} cannot be written: {error.strerror}") from None
     result = _measure(
         model,
         engine,
@@ -174,7 +177,7 @@ def diagnose(
         _show(render(result, detailed=True))
     for path in write_report(result, out) if out is not None else ():
         print(f"wrote {path}", file=sys.stderr)
-    raise typer.Exit(3 if result.systematic.controls.problem else 0)
+    _exit_by_controls(result)
 
 
 @app.command()
@@ -385,6 +388,11 @@ def _measure(model: str, engine: str, trainer: str, **options: Any) -> DriftResu
     from tripoint.report.progress import stage
 
     return measure_drift(model, engine, trainer, **options, say=_say, stage=stage)
+
+
+def _exit_by_controls(result: DriftResult) -> None:
+    if problem := result.systematic.controls.problem:
+        raise MeasurementError(f"this measurement does not say anything yet: {problem}")
 
 
 def _show(what: RenderableType) -> None:

@@ -266,7 +266,7 @@ def _bins(
     seed: int,
 ) -> tuple[Bin, ...]:
     edges = [float(edge) for edge in edges]
-    owners = np.repeat(np.arange(len(engine.lengths)), engine.lengths)
+    owners = engine.owners
     bins = []
     for low, high in pairwise(edges):
         inside = steady & (where >= low) & ((where < high) | (high == edges[-1]))

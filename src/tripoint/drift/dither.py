@@ -26,6 +26,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig
 
+from tripoint.drift.groups import group_numbers
 from tripoint.errors import MeasurementError, UsageError
 from tripoint.stacks import Progress, Rollout, Stack
 from tripoint.stacks.hf import HFStack
@@ -63,24 +64,34 @@ _NEURONS: dict[str, int] = {
     "down_proj.weight": 1,
 }
 _UNTOUCHED = ("q_proj.bias", "k_proj.bias", "v_proj.bias", "q_norm.weight", "k_norm.weight")
+_KNOWN = {*_HIDDEN, *_NEURONS, *_UNTOUCHED}
 
 
 @dataclass(frozen=True)
 class Replicates:
     """Log-probabilities of the same tokens from K dithers of one stack.
 
-    `values`: (K, tokens), nats, tokens in the order of the sequences. `lengths`: tokens of each sequence.
+    `values`: (K, tokens), nats, tokens in the order of the sequences. `lengths`: tokens of each sequence. `groups`: a number
+    for each sequence, the same for those that errors must not take for independent (see `Rollout.group`); by default all are.
     """
 
     values: Floats
     lengths: tuple[int, ...]
+    groups: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
+        if self.groups and len(self.groups) != len(self.lengths):
+            raise ValueError(f"{len(self.lengths)} sequences, but groups of {len(self.groups)}")
         if self.values.ndim != 2 or self.values.shape[1] != sum(self.lengths):
             raise ValueError(f"replicates of shape {self.values.shape} do not hold {sum(self.lengths)} tokens each")
 
     def __len__(self) -> int:
         return len(self.values)
+
+    @property
+    def owners(self) -> NDArray[np.int64]:
+        """The group of each token: (tokens,)."""
+        return np.repeat(self.groups or np.arange(len(self.lengths)), self.lengths)
 
     @property
     def mean(self) -> Floats:
@@ -108,20 +119,30 @@ def dithered(matrix: torch.Tensor, seed: int, *, amplitude: float = ULP) -> torc
     return (matrix.float() * (1 + r * amplitude)).bfloat16().to(matrix.dtype)
 
 
+def permutable(weights: Weights) -> bool:
+    """Whether it is known for every weight which channels a permutation has to move."""
+    return all(_channels(name) in _KNOWN for name in weights)
+
+
+def _channels(name: str) -> str:
+    """What a weight is called in the tables of channels."""
+    layer, _, end = name.rpartition(".mlp.")
+    return end if layer else ".".join(name.split(".")[-2:])
+
+
 def permuted(weights: Weights, seed: int) -> dict[str, torch.Tensor]:
     """`weights` of a decoder with hidden channels and the MLP neurons of each layer permuted: the same function.
 
-    Raises UsageError for a weight whose channels are not known.
+    Raises UsageError for a weight whose channels are not known (see `permutable`).
     """
     generator = torch.Generator().manual_seed(seed)
     channels = torch.randperm(weights[EMBEDDING].shape[1], generator=generator)
     neurons: dict[str, torch.Tensor] = {}
     out = {}
     for name, weight in weights.items():
-        layer, _, end = name.rpartition(".mlp.")
-        end = end if layer else ".".join(name.split(".")[-2:])
-        if end not in _HIDDEN and end not in _NEURONS and end not in _UNTOUCHED:
-            raise UsageError(f"weight `{name}`: which channels a permutation has to move is not known; use dithering")
+        layer, end = name.rpartition(".mlp.")[0], _channels(name)
+        if end not in _KNOWN:
+            raise UsageError(f"weight `{name}`: which channels a permutation has to move is not known")
         if end in _HIDDEN:
             weight = weight.index_select(_HIDDEN[end], channels.to(weight.device))
         if end in _NEURONS:
@@ -142,6 +163,7 @@ class Dithering:
         self.weights = dict(weights)
         self.rollouts = list(rollouts)
         self.lengths = tuple(len(rollout.completion_ids) for rollout in rollouts)
+        self.groups = group_numbers(rollouts)
         ids = {token for rollout in rollouts for token in (*rollout.prompt_ids, *rollout.completion_ids)}
         # Rows that no token looks up cannot matter: leaving them alone makes a dither cost nothing.
         self._rows = torch.tensor(sorted(ids))
@@ -166,7 +188,7 @@ class Dithering:
             for seed in seeds:
                 vary(seed)
                 rows.append(self._once(stack, progress))
-        return Replicates(np.stack(rows), self.lengths)
+        return Replicates(np.stack(rows), self.lengths, self.groups)
 
     @contextmanager
     def varying(
@@ -186,7 +208,7 @@ class Dithering:
 
     def score_once(self, stack: Stack, *, progress: Progress | None = None) -> Replicates:
         """Score the tokens with `stack` as it is: a single sample of its roundings."""
-        return Replicates(self._once(stack, progress)[None], self.lengths)
+        return Replicates(self._once(stack, progress)[None], self.lengths, self.groups)
 
     def _once(self, stack: Stack, progress: Progress | None) -> Floats:
         values = np.concatenate([np.asarray(row, np.float64) for row in stack.score(self.rollouts, progress=progress)])
@@ -223,7 +245,7 @@ def untied(model: Path) -> Iterator[Path]:
     A checkpoint that has one already is given as it is. Otherwise its files are linked, its embeddings copied, and the
     directory is gone afterwards. Raises UsageError for a checkpoint that ties the two and stores different ones.
     """
-    shards = sorted(model.glob("*.safetensors"))
+    shards = _shards(model)
     names = {shard: _names(shard) for shard in shards}
     where = {name: shard for shard, held in names.items() for name in held}
     if EMBEDDING not in where:
@@ -266,15 +288,24 @@ def _tensor(shard: Path, name: str) -> torch.Tensor:
     return tensor
 
 
+def _shards(model: Path) -> list[Path]:
+    """The files that transformers loads. Others, such as a `consolidated.safetensors`, hold the weights under other names."""
+    index = model / "model.safetensors.index.json"
+    if index.exists():
+        return sorted({model / shard for shard in json.loads(index.read_text())["weight_map"].values()})
+    return [single] if (single := model / "model.safetensors").exists() else sorted(model.glob("*.safetensors"))
+
+
 def _names(shard: Path) -> list[str]:
+    """The weights in `shard`, without a table that old checkpoints hold and transformers computes."""
     with safe_open(shard, framework="pt") as opened:
-        return list(opened.keys())
+        return [name for name in opened.keys() if not name.endswith("rotary_emb.inv_freq")]  # noqa: SIM118 (not a mapping)
 
 
 def read_weights(model: Path) -> dict[str, torch.Tensor]:
-    """Every weight in the safetensors files of directory `model`, on the CPU."""
+    """Every weight of the checkpoint in directory `model`, on the CPU."""
     weights: dict[str, torch.Tensor] = {}
-    for file in sorted(model.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as opened:
-            weights |= {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118 (not a mapping)
+    for shard in _shards(model):
+        with safe_open(shard, framework="pt") as opened:
+            weights |= {name: opened.get_tensor(name) for name in _names(shard)}
     return weights

@@ -8,10 +8,10 @@ log-probability under rounding noise, its variance v_t is the noise. Between sta
 estimates the mean squared difference of the expected log-probabilities without bias, and may come out negative.
 
 Errors are clustered both ways (Cameron, Gelbach and Miller 2011). Sequences are bootstrapped, never tokens: those of one
-sequence share their context. One dither acts on all sequences at once, so what they have in common through it is added: the
-covariance between different sequences. It is put together from products of different replicates; resampling those with
-replacement would count the noise of a square up to three times. Whoever compares several stacks with one gets all their
-errors jointly, so that differences between them are paired.
+sequence share their context. (Sequences of one prompt count as one sequence.) One dither acts on all sequences at once, so
+what they have in common through it is added: the covariance between different sequences. It is put together from products of
+different replicates; resampling those with replacement would count the noise of a square up to three times. Whoever compares
+several stacks with one gets all their errors jointly, so that differences between them are paired.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tripoint.drift.dither import Floats, Replicates
+from tripoint.drift.groups import in_order
 from tripoint.errors import MeasurementError
 
 RESAMPLES = 2000
@@ -76,7 +77,7 @@ class Systematic:
         A reference of a single replicate has no noise estimate: each variance then includes the reference's noise and is
         only an upper bound, while differences between them are as good as ever. The others need two replicates at least.
 
-        Raises MeasurementError for fewer than `MIN_SEQUENCES` sequences with tokens.
+        Raises MeasurementError for fewer than `MIN_SEQUENCES` sequences of different prompts with tokens.
         """
         self.names = list(others)
         self.bound_only = len(reference) < 2
@@ -84,15 +85,15 @@ class Systematic:
             raise ValueError("all stacks must score the same tokens")
         if any(len(other) < 2 for other in others.values()):
             raise ValueError("a systematic variance needs two replicates or more")
-        lengths = np.asarray(reference.lengths)
-        chosen = np.ones(lengths.sum(), bool) if tokens is None else tokens
-        owners = np.repeat(np.arange(len(lengths)), lengths)[chosen]
-        counts = np.bincount(owners, minlength=len(lengths)).astype(np.float64)
-        self._starts = np.flatnonzero(np.diff(owners, prepend=-1))
-        self._counts = counts[counts > 0]
+        owners = reference.owners
+        chosen = np.arange(len(owners)) if tokens is None else np.flatnonzero(tokens)
+        order, self._starts = in_order(owners[chosen])
+        chosen = chosen[order]
+        self._counts = np.diff([*self._starts, len(chosen)]).astype(np.float64)
         if len(self._counts) < MIN_SEQUENCES:
+            what = "sequences" if len(reference.lengths) == len(np.unique(owners)) else "prompts"
             raise MeasurementError(
-                f"only {len(self._counts)} sequences hold tokens to measure on; an error takes at least {MIN_SEQUENCES}"
+                f"only {len(self._counts)} {what} hold tokens to measure on; an error takes at least {MIN_SEQUENCES}"
             )
         self._reference = reference.values[:, chosen]
         self._others = [other.values[:, chosen] for other in others.values()]

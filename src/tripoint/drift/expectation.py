@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tripoint.drift.dither import Floats, Replicates
+from tripoint.drift.groups import group_sums
 
 DRAWS = 4000
 LIMIT_QUANTILE = 0.999
@@ -23,12 +24,19 @@ WILD = 100.0
 class NoiseOnly:
     """What a measurement of this size would give if trainer and engine differed by noise alone.
 
-    `k3`: its expectation. `k3_limit`: exceeded by noise once in a thousand such measurements. `rms`: of d, nats.
+    `k3`: its expectation. `k3_limit`: exceeded by noise once in a thousand such measurements. `rms`: of d, nats. All three are
+    of the `steady` tokens, True in (tokens,): one that the model may see either way would decide them alone.
     """
 
     k3: float
     k3_limit: float
     rms: float
+    steady: NDArray[np.bool_]
+
+    def at(self, temperature: float) -> NoiseOnly:
+        """The same of logits divided by `temperature`: their noise with them, k3 with its square."""
+        square = temperature**2
+        return NoiseOnly(self.k3 / square, self.k3_limit / square, self.rms / temperature, self.steady)
 
 
 def noise_only(trainer: Replicates, engine: Replicates, *, seed: int = 0) -> NoiseOnly:
@@ -38,18 +46,20 @@ def noise_only(trainer: Replicates, engine: Replicates, *, seed: int = 0) -> Noi
     by what a mean over few replicates hides.
     """
     deviations = [_deviations(trainer), _deviations(engine)]
-    d = deviations[0][:, None, :] - deviations[1][None, :, :]
+    kept = steady([trainer, engine])
+    d = deviations[0][:, None, kept] - deviations[1][None, :, kept]
     d = d.reshape(-1, d.shape[-1])
-    starts = np.cumsum([0, *trainer.lengths])[:-1]
-    sums = np.add.reduceat(np.expm1(d) - d, starts, axis=1)  # (pairs, sequences)
+    owners = trainer.owners[kept]
+    sums = group_sums(np.expm1(d) - d, owners)  # (pairs, groups)
+    lengths = group_sums(np.ones(len(owners)), owners)
     rng = np.random.default_rng(seed)
-    sequences = len(starts)
+    groups = len(lengths)
     # A measurement sees one pair of roundings in each of the sequences it happens to hold.
-    who = rng.integers(sequences, size=(DRAWS, sequences))
-    pair = rng.integers(len(d), size=(DRAWS, sequences))
-    lengths = np.asarray(trainer.lengths)
+    who = rng.integers(groups, size=(DRAWS, groups))
+    pair = rng.integers(len(d), size=(DRAWS, groups))
     drawn = sums[pair, who].sum(axis=1) / lengths[who].sum(axis=1)
-    return NoiseOnly(float(sums.sum() / d.size), float(np.quantile(drawn, LIMIT_QUANTILE)), float(np.sqrt((d**2).mean())))
+    limit = float(np.quantile(drawn, LIMIT_QUANTILE))
+    return NoiseOnly(float(sums.sum() / d.size), limit, float(np.sqrt((d**2).mean())), kept)
 
 
 def steady(stacks: Sequence[Replicates]) -> NDArray[np.bool_]:

@@ -24,7 +24,9 @@ from tripoint.align import align
 from tripoint.drift.dither import Floats
 from tripoint.drift.estimate import student_tail
 from tripoint.drift.expectation import NoiseOnly
-from tripoint.errors import UsageError
+from tripoint.drift.groups import group_numbers, group_sums
+from tripoint.drift.mismatch import MIN_SEQUENCES
+from tripoint.errors import MeasurementError, UsageError
 from tripoint.stacks import Rollout, Stack
 
 CERTAIN = 1e-6  # the probability of a fit by chance below which a cause is named
@@ -33,11 +35,12 @@ MATERIAL_READOUT = 0.1  # the same where a free parameter could take up anything
 CLEAR = 0.3  # the same where much stays unexplained all the same
 FAR_ABOVE = 1.5  # times the k3 that noise alone hardly ever exceeds
 FEW = 0.02  # of the tokens
+RARE = 1e-3  # of the tokens, or two, that may fall either way without having shown it in their noise
 MANY_STEPS = 8.0  # of the noise, from which on a token is wild
+QUIET = 1e-3  # nats, below which noise is as good as none
 AUDIBLE = 0.15  # times the noise, from which on that of rounded logits can be told from it
 SWAPPED = 3.0  # of the noise, up to which two tokens may be the other way round in the engine
 MAX_CAUSES = 4
-MAX_TOKENS = 4096  # of the rollouts, in whole sequences
 BATCH_TOKENS = 4096
 ROWS = 256  # positions whose FP32 logits exist at a time
 
@@ -53,16 +56,22 @@ DECORRELATED = ("R1 S1 N1", "R3 S3 N3", "R4 S1 N2 carry=bf16", "R2 S3 N4")
 
 @dataclass(frozen=True)
 class Finding:
-    """One cause: its evidence in words and numbers, the rms of d (nats) that it accounts for, and the setting to change."""
+    """One cause: its evidence in words and numbers, its size, and the setting to change.
+
+    `nats`: the root mean square over tokens of the log-probability difference that it makes. For `sampling_*` that is between
+    the distribution the tokens were drawn from and the recorded one. `rounding`: the cause is rounding noise, only in a place
+    where it looks like something else, and no reason to withhold anything.
+    """
 
     cause: str
     evidence: str
     nats: float
     setting: str
+    rounding: bool = False
 
     def to_dict(self) -> dict[str, Any]:
         """As in the JSON of `drift`."""
-        return asdict(self)
+        return {name: value for name, value in asdict(self).items() if name != "rounding"}
 
 
 @dataclass(frozen=True)
@@ -90,18 +99,23 @@ class Suspect:
 class Evidence:
     """The engine's log-probabilities next to what the trainer says of the same tokens."""
 
-    def __init__(self, model: Any, rollouts: Sequence[Rollout], noise: float, autocast: bool) -> None:
+    def __init__(self, model: Any, rollouts: Sequence[Rollout], expected: NoiseOnly, autocast: bool) -> None:
         """`model`: the trainer's, not aligned, run under `autocast` to BF16 or as it is. `rollouts`: with the engine's
-        log-probabilities. `noise`: rms of d, nats."""
+        log-probabilities. `expected`: what noise alone would show on them."""
         self.model = model
         self.autocast = autocast
-        self.rollouts = _first(rollouts)
+        self.rollouts = list(rollouts)
         self.engine = np.concatenate([np.asarray(r.logprobs, np.float64) for r in self.rollouts])
         lengths = [len(r.completion_ids) for r in self.rollouts]
-        self.owners = np.repeat(np.arange(len(lengths)), lengths)
-        self.starts = np.cumsum([0, *lengths])[:-1]
+        self.sequences = np.repeat(np.arange(len(lengths)), lengths)
+        self.owners = np.repeat(group_numbers(self.rollouts), lengths)
+        if (groups := len(np.unique(self.owners))) < MIN_SEQUENCES:
+            raise MeasurementError(
+                f"rollouts of {groups} prompts are too few to tell causes from chance; give at least {MIN_SEQUENCES}"
+            )
         self.targets = torch.tensor([token for r in self.rollouts for token in r.completion_ids])
-        self.noise = max(noise, 1e-3)
+        self.expected = expected
+        self.noise = max(expected.rms, QUIET)
 
     @torch.no_grad()
     def logits(self, suspects: Sequence[Suspect]) -> torch.Tensor:
@@ -180,9 +194,9 @@ class Evidence:
         return np.log1p((d / self.noise) ** 2 / 2)
 
     def better(self, before: Floats, after: Floats) -> tuple[float, float]:
-        """The share of the misfit that vanishes, and the probability that so much would by chance (sequences apart)."""
+        """The share of the misfit that vanishes, and the probability that so much would by chance (prompts apart)."""
         gain = np.nan_to_num(before - after)
-        sums = np.add.reduceat(gain, self.starts)
+        sums = group_sums(gain, self.owners)
         error = sums.std(ddof=1) / math.sqrt(len(sums))
         share = float(gain.sum() / max(np.nansum(before), 1e-300))
         if error == 0:
@@ -197,7 +211,7 @@ class Evidence:
         rows = np.arange(len(values))
         source = rows - late
         inside = (source >= 0) & (source < len(values))
-        inside[inside] &= self.owners[source[inside]] == self.owners[rows[inside]]
+        inside[inside] &= self.sequences[source[inside]] == self.sequences[rows[inside]]
         out[inside] = values[source[inside]]
         return out
 
@@ -213,17 +227,19 @@ def find_causes(
 ) -> list[Finding]:
     """Causes other than rounding for the difference between `model`, the trainer, and the engine's `rollouts`, largest first.
 
-    `model`: a transformers model, not aligned, run under `autocast` to BF16 or as it is. `expected`: what rounding noise
-    alone would show on these tokens. `bos`: the id of the beginning-of-sequence token, None if there is none. `sampled`:
-    whether the engine chose the tokens itself.
+    `model`: a transformers model, not aligned, run under `autocast` to BF16 or as it is. `rollouts`: a few thousand tokens,
+    because the logits of all are held. `expected`: what rounding noise alone would show on these tokens. `bos`: the id of the
+    beginning-of-sequence token, None if there is none. `sampled`: whether the engine chose the tokens itself.
+
+    Raises MeasurementError for rollouts of fewer than `MIN_SEQUENCES` prompts.
     """
-    evidence = Evidence(model, rollouts, expected.rms, autocast)
+    evidence = Evidence(model, rollouts, expected, autocast)
     chosen: list[Suspect] = []
     readout = Readout()
     logits = evidence.logits([])
     d = evidence.trainer(logits, readout) - evidence.engine
     # Where noise explains it all, a dozen passes with other settings would find nothing.
-    loud = _k3(d) > FAR_ABOVE * expected.k3_limit
+    loud = _k3(d[_ordinary(d, expected)]) > FAR_ABOVE * expected.k3_limit
     found: list[tuple[float, Finding]] = []
     for _ in range(MAX_CAUSES):
         best = None
@@ -238,11 +254,11 @@ def find_causes(
             break
         share, (cause, what, setting), chosen, readout, logits, new_d = best
         both = ~np.isnan(d) & ~np.isnan(new_d)
-        was, now = (float(np.sqrt((x[both] ** 2).mean())) for x in (d, new_d))
+        was, now = _rms(d[both]), _rms(new_d[both])
         text = f"{what}: rms d falls from {was:.3g} to {now:.3g} nats ({share:.0%} of the misfit)"
         found.append((share, Finding(cause, text, math.sqrt(max(was**2 - now**2, 0.0)), setting)))
         d = new_d
-    unexplained = _residual(evidence, logits, d, expected)
+    unexplained = _residual(evidence, logits, d, readout.temperature)
     if any(finding.cause in ("weights", "tokenizer") for finding in unexplained):
         # Small gains are then what a free parameter makes of a difference that is not its own, and what the engine would
         # have drawn cannot be known.
@@ -262,15 +278,6 @@ def _rows(values: torch.Tensor, targets: torch.Tensor) -> Iterator[tuple[torch.T
     """`ROWS` tokens at a time."""
     for start in range(0, len(targets), ROWS):
         yield values[start : start + ROWS], targets[start : start + ROWS]
-
-
-def _first(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    chosen: list[Rollout] = []
-    for rollout in rollouts:
-        chosen.append(rollout)
-        if sum(len(r.completion_ids) for r in chosen) >= MAX_TOKENS:
-            break
-    return chosen
 
 
 def _candidates(
@@ -376,7 +383,18 @@ def _bos(evidence: Evidence, bos: int | None) -> Iterator[Suspect]:
 
 def _rope(evidence: Evidence) -> Iterator[Suspect]:
     decoder = evidence.model.get_decoder()
-    own = dict(decoder.config.rope_parameters)
+    whole = dict(decoder.config.rope_parameters)
+    if "rope_theta" in whole:
+        yield from _other_ropes(decoder, whole, None)
+        return
+    for layers, own in whole.items():  # by type of layer, some of which may have none
+        if own:
+            yield from _other_ropes(decoder, own, layers)
+
+
+def _other_ropes(decoder: Any, own: dict[str, Any], layers: str | None) -> Iterator[Suspect]:
+    """`own`: the parameters to vary, of the layers of type `layers`, or of all (None)."""
+    where = f" in the {layers.replace('_', ' ')} layers" if layers else ""
     theta, kind = float(own["rope_theta"]), own.get("rope_type", "default")
     others: dict[str, dict[str, Any]] = {}
     for value in sorted({*THETAS, *(factor * theta for factor in THETA_FACTORS)} - {theta}):
@@ -390,9 +408,9 @@ def _rope(evidence: Evidence) -> Iterator[Suspect]:
     for name, parameters in others.items():
         yield Suspect(
             "rope",
-            f"the engine computes with {name}, the trainer with rope_theta={theta:g}, rope_type={kind}",
+            f"the engine computes with {name}{where}, the trainer with rope_theta={theta:g}, rope_type={kind}",
             "give both the same rope_parameters",
-            change=_swapping_rope(decoder, parameters),
+            change=_swapping_rope(decoder, decoder.config.rope_parameters | {layers: parameters} if layers else parameters),
         )
 
 
@@ -402,7 +420,7 @@ def _swapping_rope(decoder: Any, parameters: dict[str, Any]) -> Callable[[], Abs
         own = decoder.rotary_emb
         config = copy.deepcopy(decoder.config)
         config.rope_parameters = parameters
-        decoder.rotary_emb = type(own)(config).to(own.inv_freq.device)
+        decoder.rotary_emb = type(own)(config).to(decoder.device)
         try:
             yield
         finally:
@@ -503,15 +521,17 @@ def _sampler(evidence: Evidence, logits: torch.Tensor, readout: Readout) -> list
                 (f"top_k={k}", replace(drawn, top_k=k)),
             ):
                 offers.append((_likelihood(evidence, logits, offer) - recorded, "sampling_truncation", text, offer))
-        likelier, cause, text, drawn = max(offers, key=lambda offer: offer[0], default=(0.0, "", "", drawn))
+        likelier, cause, text, offer = max(offers, key=lambda offer: offer[0], default=(0.0, "", "", drawn))
         if likelier < -math.log(CERTAIN):
             break
+        apart = evidence.trainer(logits, offer) - evidence.trainer(logits, drawn)
+        drawn = offer
         evidence_text = (
             f"the tokens are e^{likelier:.0f} times as likely to have been drawn with {text} as from the distribution whose "
             "log-probabilities are recorded"
         )
         setting = f"sample without it, or record and train on the log-probabilities of {text}"
-        findings.append(Finding(cause, evidence_text, likelier / len(evidence.engine), setting))
+        findings.append(Finding(cause, evidence_text, _rms(apart), setting))
     return findings
 
 
@@ -547,27 +567,41 @@ def _above(evidence: Evidence, logits: torch.Tensor, temperature: float) -> tupl
 # -- what is left -----------------------------------------------------------------------------------------------------
 
 
-def _residual(evidence: Evidence, logits: torch.Tensor, d: Floats, expected: NoiseOnly) -> list[Finding]:
-    """Name what is far above noise and was put down to no setting by its shape."""
-    counted = ~np.isnan(d)
-    k3 = _k3(d[counted])
+def _residual(evidence: Evidence, logits: torch.Tensor, d: Floats, temperature: float) -> list[Finding]:
+    """Name what is far above noise and was put down to no setting by its shape. `temperature`: by which logits, and so their
+    noise, were divided."""
+    expected = evidence.expected.at(temperature)
     limit = FAR_ABOVE * expected.k3_limit
-    if k3 <= limit:
-        return []
-    times = f"k3 is {k3:.3g}, {k3 / expected.k3:.3g} times what rounding noise gives"
-    rms = float(np.sqrt((d[counted] ** 2).mean()))
-    size = np.where(counted, np.abs(d), 0.0)
-    wild = size > MANY_STEPS * evidence.noise
+    recorded = ~np.isnan(d)
+    ordinary = _ordinary(d, expected)
+    k3, calm = _k3(d[recorded]), _k3(d[ordinary])
+    size = np.where(recorded, np.abs(d), 0.0)
+    if calm <= limit:
+        if k3 <= limit:
+            return []
+        other = recorded & ~ordinary
+        text = (
+            f"{other.sum()} of {recorded.sum()} tokens differ by up to {size[other].max():.3g} nats, as where roundings decide "
+            f"between two ways to go on; with them k3 is {k3:.3g}, without them {calm:.3g}, no more than noise"
+        )
+        setting = "nothing to change: so few tokens may well be that"
+        return [Finding("unsteady_tokens", text, _share(d, other), setting, rounding=True)]
+    counted = recorded & expected.steady
+    wild = counted & (size > MANY_STEPS * max(expected.rms, QUIET))
     rest = counted & ~wild
     calm = _k3(d[rest]) if rest.any() else math.inf
-    if 3 <= wild.sum() <= FEW * counted.sum() and calm <= limit:
+    if wild.sum() <= FEW * counted.sum() and calm <= limit:
         ids, counts = np.unique(evidence.targets.numpy()[wild], return_counts=True)
         common = ids[counts.argmax()]
         who = f", {counts.max()} of them token id {common}" if counts.max() > wild.sum() / 2 else ""
         text = (
-            f"{wild.sum()} of {counted.sum()} tokens differ by up to {size.max():.3g} nats{who}; without them k3 is {calm:.3g}"
+            f"{wild.sum()} of {counted.sum()} tokens differ by up to {size[wild].max():.3g} nats{who}; without them k3 is "
+            f"{calm:.3g}"
         )
-        return [Finding("wild_tokens", text, rms, "look at these tokens: stop tokens, masks, tool output, token ids")]
+        setting = "look at these tokens: stop tokens, masks, tool output, token ids"
+        return [Finding("wild_tokens", text, _share(d, wild), setting)]
+    k3, rms = _k3(d[ordinary]), _rms(d[ordinary])
+    times = f"k3 is {k3:.3g}, {k3 / expected.k3:.3g} times what rounding noise gives"
     # How likely the same tokens look to the trainer where they do not belong.
     shuffled = np.random.default_rng(0).permutation(len(d))
     elsewhere = copy.copy(evidence)
@@ -580,8 +614,9 @@ def _residual(evidence: Evidence, logits: torch.Tensor, d: Floats, expected: Noi
             f"where tokens in the wrong places have {baseline:.3g}: to the trainer they are noise"
         )
         return [Finding("tokenizer", text, rms, "use one tokenizer and one model on both sides, and compare token ids")]
-    correlation = float(np.corrcoef((d + evidence.engine)[counted], evidence.engine[counted])[0, 1])
-    text = f"{times}, spread over {np.mean(size[counted] > evidence.noise):.0%} of the tokens (correlation {correlation:.3f})"
+    spread = np.mean(size[ordinary] > evidence.noise)
+    correlation = float(np.corrcoef((d + evidence.engine)[ordinary], evidence.engine[ordinary])[0, 1])
+    text = f"{times}, spread over {spread:.0%} of the tokens (correlation {correlation:.3f})"
     return [Finding("weights", text, rms, "the engine computes with other weights: check the checkpoint and the weight sync")]
 
 
@@ -646,8 +681,7 @@ def _rounds_logits(evidence: Evidence, chosen: list[Suspect], readout: Readout) 
     columns = np.stack([rounding, noise], axis=1)
     inverse = np.linalg.inv(columns.T @ (weight[:, None] * columns))
     slopes = inverse @ (columns.T @ (weight * excess))
-    starts = np.flatnonzero(np.diff(owners, prepend=-1))
-    scores = np.add.reduceat((weight * (excess - columns @ slopes))[:, None] * columns, starts) @ inverse
+    scores = group_sums(weight * (excess - columns @ slopes) * columns.T, owners).T @ inverse
     n = len(scores)
     return float(slopes[0]), float(np.sqrt((scores[:, 0] ** 2).sum() * n / (n - 1)))
 
@@ -661,15 +695,32 @@ def _k3(d: Floats) -> float:
     return float((np.expm1(d) - d).mean())
 
 
+def _rms(d: Floats) -> float:
+    return float(np.sqrt((d**2).mean()))
+
+
+def _share(d: Floats, some: NDArray[np.bool_]) -> float:
+    """What `some` of the tokens add to the rms of d over all of them."""
+    return float(np.sqrt((d[some] ** 2).sum() / (~np.isnan(d)).sum()))
+
+
+def _ordinary(d: Floats, expected: NoiseOnly) -> NDArray[np.bool_]:
+    """The tokens whose k3 can be held against that of noise: (tokens,). Not those without a value or with a noise of whole
+    nats, nor one or two that are far off without having shown such noise: few dithers need not show it."""
+    counted = ~np.isnan(d) & expected.steady
+    near = counted & (np.abs(d) <= MANY_STEPS * max(expected.rms, QUIET))
+    rare = (counted & ~near).sum() <= max(2, RARE * counted.sum())
+    return near if rare and near.any() else counted
+
+
 def prefill_against_decode(engine: Stack, rollouts: Sequence[Rollout], expected: NoiseOnly) -> list[Finding]:
     """Whether the engine, scoring its own completions as prompts, says what it said when it sampled them, up to noise."""
-    rollouts = _first(rollouts)
     rescored = np.concatenate([np.asarray(row, np.float64) for row in engine.score(rollouts)])
     d = rescored - np.concatenate([np.asarray(r.logprobs, np.float64) for r in rollouts])
-    k3 = _k3(d)
+    ordinary = d[_ordinary(d, expected)]
+    k3 = _k3(ordinary)
     if k3 <= FAR_ABOVE * expected.k3_limit:
         return []
     text = f"scoring its own completions again, the engine has k3 = {k3:.3g} to itself; rounding noise gives {expected.k3:.3g}"
-    rms = float(np.sqrt((d**2).mean()))
     setting = "compare the engine's attention backends, KV cache precision and chunked prefill"
-    return [Finding("prefill_decode", text, rms, setting)]
+    return [Finding("prefill_decode", text, _rms(ordinary), setting)]

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import numpy as np
@@ -37,7 +37,7 @@ class Bias:
     """Norms of b over that of g. `low`, `high`: the positions meant, `high` excluded.
 
     `one_step`: of b as a single replicate has it. `systematic`: of its mean; the root of the squared norm's estimate, with
-    its sign. `stderr`: of `systematic` squared over the squared norm of g, by leaving out one replicate at a time.
+    its sign. `stderr`: of that estimate, `systematic` squared, from what it becomes without each replicate (`left_out`).
     """
 
     low: int
@@ -45,11 +45,24 @@ class Bias:
     one_step: float
     systematic: float
     stderr: float
+    left_out: tuple[float, ...] = field(repr=False)
+
+    @property
+    def square(self) -> float:
+        """The estimate whose root `systematic` is, which may be negative."""
+        return math.copysign(self.systematic**2, self.systematic)
+
+    def less(self, other: Bias) -> tuple[float, float]:
+        """`square` less that of `other`, of the same dithers, with the standard error of the difference: of a recorded engine's
+        own noise, which is in both, it is free."""
+        differences = np.subtract(self.left_out, other.left_out)
+        return self.square - other.square, _jackknife(differences)
 
 
 @dataclass(frozen=True)
 class GradientBias:
-    """The bias over all positions, and by position in the completion, but where all advantages are zero."""
+    """The bias over all positions, and by position in the completion, but where there is hardly a gradient: where all
+    advantages are zero, or too few replicates have one for its norm to be told."""
 
     total: Bias
     by_position: tuple[Bias, ...]
@@ -84,11 +97,11 @@ def gradient_bias(
             biased.append(b)
             plain.append(g)
     b, g = np.stack(biased), np.stack(plain)  # (replicates, positions, sketch)
-    if not g.any():
-        raise MeasurementError("the policy gradient is zero on these rollouts: are all advantages?")
-    places = [(i, int(low), int(high)) for i, (low, high) in enumerate(pairwise(edges)) if g[:, i].any()]
-    parts = [_bias(low, high, b[:, i], g[:, i]) for i, low, high in places]
-    return GradientBias(_bias(0, longest, b.sum(axis=1), g.sum(axis=1)), tuple(parts))
+    total = _bias(0, longest, b.sum(axis=1), g.sum(axis=1))
+    if total is None:
+        raise MeasurementError("the policy gradient is zero on these rollouts, or too small to be told: are all advantages?")
+    parts = [_bias(int(low), int(high), b[:, i], g[:, i]) for i, (low, high) in enumerate(pairwise(edges))]
+    return GradientBias(total, tuple(part for part in parts if part is not None))
 
 
 class _Sketch:
@@ -148,8 +161,8 @@ def _gradients(
     return out[0], out[1]
 
 
-def _bias(low: int, high: int, b: Floats, g: Floats) -> Bias:
-    """From sketches of all replicates, (replicates, sketch) each."""
+def _bias(low: int, high: int, b: Floats, g: Floats) -> Bias | None:
+    """From sketches of all replicates, (replicates, sketch) each. None where the norm of g is not told from zero."""
 
     def products(x: Floats, kept: list[int]) -> float:
         gram = x[kept] @ x[kept].T
@@ -157,11 +170,17 @@ def _bias(low: int, high: int, b: Floats, g: Floats) -> Bias:
         return float((gram.sum() - np.trace(gram)) / (n * (n - 1)))
 
     everyone = list(range(len(b)))
-    norm = products(g, everyone)
-    square = products(b, everyone) / norm
     without = [[k for k in everyone if k != left] for left in everyone]
-    left_out = np.array([products(b, kept) / products(g, kept) for kept in without])
-    n = len(b)
-    stderr = math.sqrt((n - 1) / n * ((left_out - left_out.mean()) ** 2).sum())
+    norm, norms = products(g, everyone), [products(g, kept) for kept in without]
+    if min(norm, *norms) <= 0:
+        return None
+    square = products(b, everyone) / norm
+    left_out = tuple(products(b, kept) / n for kept, n in zip(without, norms, strict=True))
     one_step = math.sqrt((b**2).sum(axis=1).mean() / norm)
-    return Bias(low, high, one_step, math.copysign(math.sqrt(abs(square)), square), stderr)
+    return Bias(low, high, one_step, math.copysign(math.sqrt(abs(square)), square), _jackknife(left_out), left_out)
+
+
+def _jackknife(left_out: Sequence[float] | Floats) -> float:
+    """The standard error of an estimate from what it becomes without each replicate."""
+    values, n = np.asarray(left_out), len(left_out)
+    return math.sqrt((n - 1) / n * ((values - values.mean()) ** 2).sum())

@@ -10,8 +10,8 @@ import dataclasses
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,8 @@ from tripoint.drift.dither import Dithering, Replicates, read_weights, seeds, un
 from tripoint.drift.estimate import Estimate
 from tripoint.drift.expectation import NoiseOnly, noise_only
 from tripoint.drift.findings import Finding, find_causes, prefill_against_decode
-from tripoint.drift.gradient_bias import GradientBias, gradient_bias
+from tripoint.drift.gradient_bias import Bias, GradientBias, gradient_bias
+from tripoint.drift.groups import group_numbers, spread
 from tripoint.drift.mismatch import Change, Measured, change, measure
 from tripoint.drift.neutral import MIN_SEQUENCES, most_neutral, neutral_rollouts
 from tripoint.drift.plan import plan
@@ -41,9 +42,10 @@ from tripoint.drift.systematic import (
     aligned,
     as_transformers,
     measure_systematic,
+    odd_schedule,
     unwatched,
 )
-from tripoint.errors import UsageError
+from tripoint.errors import MeasurementError, UsageError
 from tripoint.models import resolve_model
 from tripoint.profiles import resolve_target, stacks
 from tripoint.schedule import RoundingSchedule
@@ -55,9 +57,11 @@ from tripoint.stacks.rollouts import read_rollouts
 NEUTRAL_TOKENS, PILOT_TOKENS = 2000, 1000
 SAMPLED_TOKENS, QUICK_SAMPLED_TOKENS = 1000, 500
 MIN_COMPLETION, MAX_COMPLETION = 32, 128  # of sampled tokens, or most of a pass would be prompts
+SEARCHED_TOKENS = 4096  # of recorded ones, for causes other than rounding: a few passes each
 NOISE_REPLICATES = 3
 GRADIENT_TOKENS, GRADIENT_REPLICATES = 1000, 4
 LAYER_SEQUENCES = 4
+LEAST_PRECISION = 1e-12
 CLEAR = 2.0  # standard errors, from which on a share of something is worth giving
 TRAINERS = ("hf", "emulated")
 PROFILE_MODES = {"": "", "eager": "/eager", "compile": "/compiled", "autocast": "/autocast"}
@@ -95,12 +99,26 @@ class GradientBiases:
     unaligned: GradientBias
     aligned: GradientBias | None
 
+    def to_dict(self) -> dict[str, Any]:
+        sides = {"unaligned": self.unaligned, "aligned": self.aligned}
+        out: dict[str, Any] = {"tokens": self.tokens, "sequences": self.sequences}
+        for name, side in sides.items():
+            out[name] = side and {
+                "total": _bias(side.total),
+                "by_position": [_bias(part) for part in side.by_position],
+            }
+        if self.aligned is None:
+            return out | {"lowered": None}
+        square, stderr = self.unaligned.total.less(self.aligned.total)
+        return out | {"lowered": {"square": square, "stderr": stderr}}
+
 
 @dataclass(frozen=True)
 class DriftResult:
     """What was measured.
 
-    `source` and `neutral` say where the engine's and the neutral tokens are from. `aligned` is None where no target is known.
+    `source` and `neutral` say where the engine's and the neutral tokens are from. `findings` are causes other than rounding,
+    `noted` what only looks like one. `aligned` is None where no target is known.
     `withheld` says why the systematic drift was not attributed to operations, if it was not; then `layers` is empty, as it is
     for a trainer whose weights are not BF16. `gradient_bias` is None where it was not asked for or there are no advantages to
     take it with.
@@ -117,6 +135,7 @@ class DriftResult:
     systematic: SystematicDrift
     layers: tuple[LocalError, ...]
     findings: tuple[Finding, ...]
+    noted: tuple[Finding, ...]
     withheld: str | None
     gradient_bias: GradientBiases | None
     seconds: dict[str, float]
@@ -132,14 +151,19 @@ class DriftResult:
             "mismatch": asdict(self.mismatch.mismatch),
             "noise_rms": {who: _number(value) for who, value in result.noise_rms.items()},
             "expected_k3_from_noise": self.expected.k3,
-            "systematic": _variance(result.total) | {"rms": result.total.rms, "p_value": result.total.p_value},
+            "systematic": _variance(result.total)
+            | {"rms": result.total.rms, "p_value": None if result.bound_only else result.total.p_value},
             "attribution": [_site(site, result.removed) for site in attribution.sites]
             if attribution and result.removed
             else [],
             "interaction": _variance(attribution.interaction) if attribution else None,
-            "unexplained": _variance(result.aligned) if result.aligned else None,
+            "unexplained": _variance(result.aligned) if result.aligned and not self.findings else None,
             "control": _variance(result.controls.zero),
             "findings": [finding.to_dict() for finding in self.findings],
+            "withheld": self.withheld,
+            "bound_only": result.bound_only,
+            "positive_control": _variance(result.controls.positive),
+            "problem": result.controls.problem,
         }
         return out if result.fields is None else out | {"fields": [_field(part) for part in result.fields]}
 
@@ -157,10 +181,7 @@ class DriftResult:
             "mismatch_stderr": dict(self.mismatch.stderr),
             "k3_limit_from_noise": self.expected.k3_limit,
             "systematic_interval": [result.total.low, result.total.high],
-            "removed_by_alignment": _variance(result.removed) if result.removed else None,
-            "bound_only": result.bound_only,
-            "positive_control": _variance(result.controls.positive),
-            "problem": result.controls.problem,
+            "removed_by_alignment": _variance(result.removed) if result.removed and not self.findings else None,
             "fits": [
                 {"schedule": fit.candidate, **_variance(fit.variance), "above_best": _variance(fit.above_best)}
                 for fit in result.fits
@@ -171,8 +192,8 @@ class DriftResult:
             "by_probability": [_bin(part) for part in result.attribution.by_probability] if result.attribution else [],
             "by_layer": [vars(error) for error in self.layers],
             "wild_tokens": int(result.wild.sum()),
-            "withheld": self.withheld,
-            "gradient_bias": asdict(self.gradient_bias) if self.gradient_bias else None,
+            "noted": [finding.to_dict() for finding in self.noted],
+            "gradient_bias": self.gradient_bias.to_dict() if self.gradient_bias else None,
             "aligned": None,
             "passes": result.passes,
             "seconds": self.seconds,
@@ -224,8 +245,8 @@ def measure_drift(
         raise UsageError("--quick leaves out the attribution that --fields asks for: give one of them")
     if precision is not None and (tokens is not None or replicates is not None):
         raise UsageError("--precision decides how many tokens and replicates there are: leave out --tokens and --replicates")
-    if precision is not None and not precision > 0:
-        raise UsageError(f"--precision {precision:g} is no standard error: give one above 0, in nats squared")
+    if precision is not None and not precision > LEAST_PRECISION:
+        raise UsageError(f"--precision {precision:g} is out of reach: give a standard error in nats squared, such as 1e-5")
     started = time.monotonic()
     seconds: dict[str, float] = {}
     name, trainer_name = parse_stack(engine), parse_stack(trainer)
@@ -235,8 +256,7 @@ def measure_drift(
     if to is None:
         to, unknown = _documented_target(name, unknown)
     checkpoint = resolve_model(model)
-    if to is not None:
-        _check_alignable(checkpoint, to)  # before minutes of sampling
+    _check_alignable(checkpoint, to)  # before minutes of sampling
     wanted = tokens or (PILOT_TOKENS if precision else NEUTRAL_TOKENS)
 
     def lap(what: str) -> None:
@@ -246,9 +266,9 @@ def measure_drift(
         directory = opened.enter_context(untied(checkpoint))
         running: Stack | None = None
         if name.kind == "rollouts":
-            sampled, source = list(read_rollouts(Path(name.detail), vocab_size(checkpoint))), f"recorded in {name.detail}"
-            neutral, neutral_source = _first(sampled, wanted), "the first of the recorded ones"
-            sampled = sampled if tokens is None else neutral
+            recorded, source = list(read_rollouts(Path(name.detail), vocab_size(checkpoint))), f"recorded in {name.detail}"
+            neutral, neutral_source = spread(recorded, wanted, seed), "of the recorded ones, spread over the file"
+            sampled = neutral if tokens is not None or quick else spread(recorded, SEARCHED_TOKENS, seed)
         else:
             neutral, neutral_source = neutral_rollouts(directory, vocab_size(checkpoint), wanted)
             running = opened.enter_context(open_stack(engine, checkpoint if name.kind == "http" else directory))
@@ -259,12 +279,13 @@ def measure_drift(
         assert isinstance(stack, HFStack)
         schedules = None if to is None else _schedules(stack, trainer_name, to)
         weights = read_weights(directory)
-        own, dithering = Dithering(weights, sampled), Dithering(weights, neutral)
+        searched = spread(sampled, SEARCHED_TOKENS, seed)
+        own, dithering = Dithering(weights, searched), Dithering(weights, neutral)
         logprobs = [rollout.logprobs for rollout in sampled if rollout.logprobs is not None]
 
         def mismatch_now(what: str) -> Measured:
             with stage(what, len(sampled)) as progress:
-                return measure(logprobs, stack.score(sampled, progress=progress))
+                return measure(logprobs, stack.score(sampled, progress=progress), group_numbers(sampled))
 
         mismatch = mismatch_now(f"scoring with {trainer}")
         after = None
@@ -288,19 +309,19 @@ def measure_drift(
             noise = own.score(stack, seeds(seed, "trainer on its tokens", NOISE_REPLICATES))
             if dithers is not None:
                 engine_noise = own.score(dithers, seeds(seed, "engine on its tokens", NOISE_REPLICATES))
-            elif schedules is not None:
-                with aligned(stack, schedules[1]):
-                    engine_noise = own.score(stack, seeds(seed, "engine on its tokens", NOISE_REPLICATES))
             else:
-                engine_noise = noise
+                with aligned(stack, schedules[1]) if schedules else nullcontext():
+                    engine_noise = own.score(stack, seeds(seed, "engine on its tokens", NOISE_REPLICATES))
             expected = noise_only(noise, engine_noise)
         lap("expected noise")
         with stage("looking for causes other than rounding", 0):
             with as_transformers(stack) as plain:
                 bos = plain.config.bos_token_id
-                findings = find_causes(plain, sampled, expected, bos=bos, autocast=stack.mode == "autocast")
+                findings = find_causes(plain, searched, expected, bos=bos, autocast=stack.mode == "autocast")
             if running is not None:
-                findings += prefill_against_decode(running, sampled, expected)
+                findings += prefill_against_decode(running, searched, expected)
+            noted = [finding for finding in findings if finding.rounding]
+            findings = [finding for finding in findings if not finding.rounding]
         lap("other causes")
         withheld = None
         if findings:
@@ -315,11 +336,11 @@ def measure_drift(
             pilot = measure_systematic(
                 engine_on(dithering), stack, dithering, None, full=False, replicates=MIN_REPLICATES, seed=seed + 1, stage=stage
             )
-            most = most_neutral(directory) if running else sum(len(rollout.completion_ids) for rollout in sampled)
+            most = most_neutral(directory) if running else sum(len(rollout.completion_ids) for rollout in recorded)
             planned = plan(pilot, stderr=precision, most_tokens=most)
             say(planned.sentence(precision))
             replicates, few = planned.replicates, planned.tokens
-            neutral = neutral_rollouts(directory, stack.vocab_size, few)[0] if running else _first(sampled, few)
+            neutral = neutral_rollouts(directory, stack.vocab_size, few)[0] if running else spread(recorded, few, seed)
             dithering = Dithering(weights, neutral)
             lap("pilot")
         systematic = measure_systematic(
@@ -344,9 +365,14 @@ def measure_drift(
                 layers = tuple(local_errors(plain, torch.tensor(ids), *schedules))
             lap("layer by layer")
         biases = None
-        if gradient and running is None and not quick and stack.mode != "compile":
+        # A group that is solved, or that nobody solves, has no advantages and no gradient.
+        felt = [rollout for rollout in sampled if any(rollout.advantages or ())]
+        if felt and gradient and running is None and not quick and stack.mode != "compile":
             with stage("gradient bias", 0):
-                biases = _gradient_biases(stack, Dithering(weights, _first(neutral, GRADIENT_TOKENS)), to, seed)
+                try:
+                    biases = _gradient_biases(stack, Dithering(weights, spread(felt, GRADIENT_TOKENS, seed)), to, seed)
+                except MeasurementError as error:
+                    say(str(error))
             lap("gradient bias")
         engine_side, trainer_side = _side(engine, running), _side(trainer, stack)
     return DriftResult(
@@ -361,6 +387,7 @@ def measure_drift(
         systematic,
         layers,
         tuple(sorted(findings, key=lambda finding: -finding.nats)),
+        tuple(noted),
         withheld,
         biases,
         seconds,
@@ -386,13 +413,16 @@ def _documented_target(engine: StackName, unknown: str) -> tuple[str | None, str
     return target, unknown
 
 
-def _check_alignable(model: Path, to: str) -> None:
-    """Raise the UsageError that `align` will raise for this checkpoint and target, without loading a weight."""
+def _check_alignable(model: Path, to: str | None) -> None:
+    """Raise the UsageError that `align` will raise for this checkpoint and target, or for the odd schedule of the control,
+    without loading a weight."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model)
     with torch.device("meta"):
-        align(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), to=to)  # type: ignore[no-untyped-call]
+        model_of_config = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        for target in (odd_schedule(config), *(() if to is None else (to,))):
+            align(model_of_config, to=target)
 
 
 def _schedules(stack: HFStack, trainer: StackName, to: str) -> tuple[RoundingSchedule, RoundingSchedule]:
@@ -420,28 +450,15 @@ def _documented(stack: HFStack) -> list[RoundingSchedule]:
     return list(found)
 
 
-def _first(rollouts: Sequence[Rollout], tokens: int) -> list[Rollout]:
-    """Of `rollouts` the first with about `tokens` tokens, but enough sequences for an error."""
-    chosen: list[Rollout] = []
-    found = 0
-    for rollout in rollouts:
-        if found >= tokens and len(chosen) >= MIN_SEQUENCES:
-            break
-        chosen.append(rollout)
-        found += len(rollout.completion_ids)
-    return chosen
-
-
 def _recorded(dithering: Dithering) -> Replicates:
     """What the tokens were sampled at: a single sample of the engine's roundings."""
-    return Replicates(np.concatenate([rollout.logprobs or () for rollout in dithering.rollouts])[None], dithering.lengths)
+    logprobs = np.concatenate([rollout.logprobs or () for rollout in dithering.rollouts])
+    return Replicates(logprobs[None], dithering.lengths, dithering.groups)
 
 
-def _gradient_biases(trainer: HFStack, dithering: Dithering, to: str | None, seed: int) -> GradientBiases | None:
-    """On recorded rollouts; None where they hold no advantages, or where there is no gradient because all are zero."""
+def _gradient_biases(trainer: HFStack, dithering: Dithering, to: str | None, seed: int) -> GradientBiases:
+    """On recorded rollouts, all of which have an advantage that is not zero."""
     advantages = [rollout.advantages or () for rollout in dithering.rollouts]
-    if not any(map(any, advantages)):
-        return None
 
     def now() -> GradientBias:
         return gradient_bias(
@@ -465,7 +482,7 @@ def _sample(engine: Stack, model: Path, wanted: int, seed: int, stage: Stage) ->
         batch = prompts[: max(MIN_SEQUENCES - len(rollouts), -(-(wanted - found) // length))]
         with stage(f"sampling from {engine.name}", len(batch)) as progress:
             sampled = engine.sample(batch, max_tokens=length, seed=seed + len(rollouts), progress=progress)
-        rollouts += sampled
+        rollouts += [dataclasses.replace(rollout, group=rollout.prompt_ids) for rollout in sampled]
         found += sum(len(rollout.completion_ids) for rollout in sampled)
     return rollouts, f"sampled at temperature 1 from {source}"
 
@@ -494,6 +511,16 @@ def _bin(part: Bin) -> dict[str, Any]:
         "tokens": part.tokens,
         "systematic": _variance(part.total) if part.total else None,
         "moved_alone": {op: _variance(estimate) for op, estimate in part.moved_alone.items()},
+    }
+
+
+def _bias(part: Bias) -> dict[str, float]:
+    return {
+        "low": part.low,
+        "high": part.high,
+        "one_step": part.one_step,
+        "systematic": part.systematic,
+        "stderr": part.stderr,
     }
 
 

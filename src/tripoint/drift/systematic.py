@@ -29,7 +29,7 @@ from tripoint.drift.attribution import (
     name,
     subsets,
 )
-from tripoint.drift.dither import Dithering, How, Replicates, seeds
+from tripoint.drift.dither import Dithering, How, Replicates, permutable, seeds
 from tripoint.drift.estimate import Estimate, Systematic, systematic
 from tripoint.drift.expectation import steady
 from tripoint.schedule import RoundingSchedule
@@ -69,7 +69,7 @@ class Controls:
                 f"the trainer against itself gives {self.zero.value:.2g} ± {self.zero.stderr:.1g} nats², which is not zero: "
                 "its dithers are not exchangeable"
             )
-        if self.positive.value < CONTROLS_TELL * self.positive.stderr:
+        if self.positive.value <= CONTROLS_TELL * self.positive.stderr:
             return (
                 f"a deliberately different schedule gives {self.positive.value:.2g} ± {self.positive.stderr:.1g} nats², not "
                 "told from zero: the measurement is too coarse, so give it more replicates or tokens"
@@ -95,7 +95,9 @@ class Ranged:
 
 @dataclass(frozen=True)
 class SystematicDrift:
-    """The result. `aligned`: the variance once the trainer rounds like the engine, None without a target.
+    """The result. `aligned`: the variance once the trainer rounds like the engine, None without a target; `removed`: what that
+    takes off, also None where the trainer rounds like the engine as it is. `ranged`: None unless `full`, for a recorded engine,
+    and for weights that nobody knows how to permute.
 
     `bound_only`: the engine was a single sample, so that `total` and `aligned` include its noise and only bound the
     systematic variance; their difference does not depend on that. `fits`: the schedules that the trainer was scored under,
@@ -150,7 +152,7 @@ def measure_systematic(
     whole = differing(*schedules) if schedules else ()
     moves = [moved for moved in subsets(whole) if moved and (full or moved == whole)]
     alone = field_moves(*schedules) if schedules and full and fields else {}
-    both_ways = full and recorded is None
+    both_ways = full and recorded is None and permutable(dithering.weights)
     everything = name(whole) if whole else None
     clock = _Clock()
     if replicates is None:
@@ -198,14 +200,14 @@ def measure_systematic(
     for candidate in candidates:
         with aligned(trainer, candidate):
             ranked[str(candidate)] = score(trainer, "trainer", f"trainer as {candidate}", replicates)
-    with aligned(trainer, odd_schedule(trainer)):
+    with aligned(trainer, odd_schedule(trainer.model.config)):
         scores["odd"] = score(trainer, "trainer", "trainer, odd schedule", replicates)
 
     kept = steady([scores["engine"], scores["trainer"], *(scores[name(moved)] for moved in moves), *field_scores.values()])
     joint = Systematic(
         scores["engine"], {"nothing": scores["trainer"]} | {name(m): scores[name(m)] for m in moves}, tokens=kept, seed=seed
     )
-    halves = [Replicates(scores["trainer"].values[part::2], dithering.lengths) for part in (0, 1)]
+    halves = [Replicates(scores["trainer"].values[part::2], dithering.lengths, dithering.groups) for part in (0, 1)]
     attribution = None
     field_parts: tuple[FieldPart, ...] | None = () if fields else None
     if full and whole:
@@ -231,7 +233,7 @@ def measure_systematic(
         wild=~kept,
         noise_rms={who: _noise(scores[who], kept) for who in ("trainer", "engine")},
         total=joint.combine({"nothing": 1.0}),
-        aligned=joint.combine({everything: 1.0}) if everything else None,
+        aligned=joint.combine({everything or "nothing": 1.0}) if schedules else None,
         removed=joint.combine({"nothing": 1.0, everything: -1.0}) if everything else None,
         attribution=attribution,
         fields=field_parts,
@@ -274,9 +276,9 @@ def as_transformers(trainer: HFStack) -> Iterator[Any]:
         yield trainer.model
 
 
-def odd_schedule(trainer: HFStack) -> RoundingSchedule:
-    """A schedule unlike any trainer's, of those its gate can have."""
-    return ODD if trainer.model.config.hidden_act in ("silu", "swish") else ODD_WITHOUT_SILU
+def odd_schedule(config: Any) -> RoundingSchedule:
+    """A schedule unlike any trainer's, of those that the gate of a model with this `config` can have."""
+    return ODD if getattr(config, "hidden_act", None) in ("silu", "swish") else ODD_WITHOUT_SILU
 
 
 def _noise(scores: Replicates, kept: NDArray[np.bool_]) -> float:

@@ -15,6 +15,12 @@ SIGMAS = 3
 """Something counts as there, or as changed, when it is more than this many standard errors from zero."""
 MOST_TOKENS = 5000
 """Of the built-in text, in a measurement that is proposed."""
+WORTHWHILE = 0.8
+"""A longer measurement is proposed if it leaves at most this share of the error."""
+
+_SAME_POINTS = (
+    "The trainer rounds where the engine does, so that it is none of the three operations: attention, GEMMs, lm_head."
+)
 
 
 class Outcome(Enum):
@@ -112,24 +118,19 @@ def headline(result: DriftResult) -> str:
     found = result.systematic
     if found.controls.problem:
         return f"This measurement does not say anything yet: {found.controls.problem}."
-    sentences = []
+    sentences: list[str] = []
     if result.findings:
         worst = result.findings[0]
         sentences.append(
             f"The mismatch is not only rounding. First of all {worst.setting} ({worst.cause}, {worst.nats:.2g} nats); what "
             "rounding does can be judged after that."
         )
-    if found.bound_only:
+    elif found.bound_only:
         sentences.append(_single_sample(result))
     elif _there(found.total):
         sentences += _systematic(result)
     else:
-        ahead = plan(found, most_tokens=MOST_TOKENS, stderr=found.total.stderr / 2)
-        sentences.append(
-            f"No systematic drift is told from zero: it is below {_root(found.total.high):.2g} nats rms (95 %), next to noise "
-            f"of {found.noise_rms['trainer']:.2g} (trainer) and {found.noise_rms['engine']:.2g} (engine), which averages out: "
-            f"nothing to align for. For about half the error: --tokens {ahead.tokens} --replicates {ahead.replicates}."
-        )
+        sentences += _not_told(result)
     return " ".join(sentences)
 
 
@@ -137,6 +138,23 @@ def systematic_share(result: DriftResult) -> float:
     """The systematic variance as a share of all that a single pass of both stacks shows on the neutral tokens."""
     total = max(result.systematic.total.value, 0.0)
     return total / (total + sum(noise**2 for noise in result.systematic.noise_rms.values()))
+
+
+def _not_told(result: DriftResult) -> list[str]:
+    found = result.systematic
+    sentences = [
+        f"No systematic drift is told from zero: it is below {_root(found.total.high):.2g} nats rms (95 %), next to noise "
+        f"of {found.noise_rms['trainer']:.2g} (trainer) and {found.noise_rms['engine']:.2g} (engine), which averages out."
+    ]
+    if found.removed and result.aligned and _there(found.removed):
+        # Paired, and so told more finely than the whole.
+        removed = plus_minus(found.removed.value, found.removed.stderr)
+        sentences.append(f"Alignment to {result.aligned.alignment.target.name} all the same removes {removed} nats² of it.")
+    ahead = plan(found, most_tokens=MOST_TOKENS, stderr=found.total.stderr / 2)
+    if ahead.stderr < WORTHWHILE * found.total.stderr:
+        share = ahead.stderr / found.total.stderr
+        sentences.append(f"For {share:.0%} of the error: --tokens {ahead.tokens} --replicates {ahead.replicates}.")
+    return sentences
 
 
 def _systematic(result: DriftResult) -> list[str]:
@@ -155,8 +173,10 @@ def _systematic(result: DriftResult) -> list[str]:
             f"The largest part of what alignment removes is due to {largest.op} ({largest.before} against {largest.after}, "
             f"{largest.share.value:.0%} ± {largest.share.stderr:.0%})."
         )
-    if found.aligned is None or found.removed is None or result.aligned is None:
+    if found.aligned is None or result.aligned is None:
         return [*sentences, "Give --to, the target for the trainer, to see what of it alignment removes."]
+    if found.removed is None:
+        return [*sentences, _SAME_POINTS]
     target, left = result.aligned.alignment.target.name, found.aligned
     if not _there(left):
         sentences.append(f"Align the trainer to {target}: then none is told from zero (below {_root(left.high):.2g} nats rms).")
@@ -178,6 +198,8 @@ def _single_sample(result: DriftResult) -> str:
         "The engine is a single sample of its roundings and its own noise cannot be taken off, so that the systematic part is "
         f"known only to be below {_root(found.total.high):.2g} nats rms."
     )
+    if found.aligned is not None and found.removed is None:
+        return f"{text} {_SAME_POINTS}"
     if found.removed is None or result.aligned is None:
         return f"{text} Give --to to compare schedules of the trainer, which needs no such knowledge."
     difference = plus_minus(found.removed.value, found.removed.stderr)
@@ -186,7 +208,7 @@ def _single_sample(result: DriftResult) -> str:
         return f"{text} Aligned to {target} the trainer is nearer to it by {difference} nats²: align it."
     if found.removed.value < -SIGMAS * found.removed.stderr:
         return f"{text} Aligned to {target} the trainer is farther from it, by {difference} nats²: that is not how it rounds."
-    return f"{text} Aligned to {target} the trainer is neither nearer nor farther ({difference} nats²)."
+    return f"{text} Whether the trainer is nearer to it aligned to {target} is not told ({difference} nats²)."
 
 
 def _there(estimate: Estimate) -> bool:

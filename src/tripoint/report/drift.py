@@ -15,7 +15,7 @@ from rich.text import Text
 from tripoint.drift.attribution import Bin, LocalError
 from tripoint.drift.estimate import Estimate
 from tripoint.drift.mismatch import plus_minus
-from tripoint.drift.result import Aligned, DriftResult, GradientBiases, Side
+from tripoint.drift.result import CLEAR, Aligned, DriftResult, GradientBiases, Side
 from tripoint.drift.systematic import CONTROLS_AGREE
 from tripoint.drift.verdict import headline, verdict
 from tripoint.report.plots import plot
@@ -48,6 +48,7 @@ def render(result: DriftResult, *, detailed: bool) -> RenderableType:
     parts: list[RenderableType] = [_header(result), _drift_table(result)]
     if result.findings:
         parts.append(_findings_table(result))
+    parts += [Text(f"noted: {finding.evidence}") for finding in result.noted]
     if result.systematic.fits and (detailed or result.aligned is None):
         parts.append(_fits_table(result))
     if detailed:
@@ -98,13 +99,15 @@ def to_report(result: DriftResult) -> dict[str, object]:
 
 def _header(result: DriftResult) -> RenderableType:
     found = result.systematic
-    passes = f"{found.replicates} dithers of each stack"
+    of_engine = "a single sample of the engine" if found.bound_only else f"{found.replicates} dithers of the engine"
+    passes = f"{of_engine}, {2 * found.replicates} dithers of the trainer"
+    chosen = "scored " if result.engine.stack.startswith("rollouts:") else "neutral"
     lines = [
         f"model    {result.model}",
         f"engine   {result.engine.stack}",
         f"trainer  {result.trainer.stack}",
         f"tokens   {result.mismatch.tokens} in {result.mismatch.sequences} sequences, {result.source}",
-        f"neutral  {found.tokens} in {found.sequences} sequences, {result.neutral}; {passes}",
+        f"{chosen}  {found.tokens} in {found.sequences} sequences, {result.neutral}; {passes}",
     ]
     if result.aligned is not None:
         target = result.aligned.alignment.target
@@ -141,8 +144,9 @@ def _drift_table(result: DriftResult) -> Table:
         table.add_row("  interaction", *_cells(found.attribution.interaction), "whole less the parts moved alone")
     elif result.withheld:
         table.add_row("  by operation", "", "", result.withheld, style="dim")
-    if found.aligned and found.removed:
-        table.add_row("  removed by alignment", *_cells(found.removed), _sigmas(found.removed))
+    if found.aligned and not result.findings:
+        if found.removed:
+            table.add_row("  removed by alignment", *_cells(found.removed), _sigmas(found.removed))
         table.add_row("  left: no operation explains it", *_cells(found.aligned), bound or _sigmas(found.aligned))
     if found.ranged:
         agrees = "differs from the dithers: take it as a range" if found.ranged.disagree else "agrees with the dithers"
@@ -194,7 +198,7 @@ def _alone(estimate: Estimate) -> str:
 
 
 def _clear(removed: Estimate | None) -> bool:
-    return removed is not None and removed.value > CONTROLS_AGREE * removed.stderr
+    return removed is not None and removed.value > CLEAR * removed.stderr
 
 
 def _mismatch_table(result: DriftResult) -> Table:
@@ -263,8 +267,11 @@ def _gradient_table(biases: GradientBiases) -> Table:
             continue
         parts = [(what, bias.total), *((f"  tokens {part.low} to {part.high}", part) for part in bias.by_position)]
         for label, part in parts:
-            square = plus_minus(part.systematic * abs(part.systematic), part.stderr).replace(" ± ", "±")
+            square = plus_minus(part.square, part.stderr).replace(" ± ", "±")
             table.add_row(label, f"{part.one_step:.2g}", f"{part.systematic:.2g}", square)
+    if biases.aligned:
+        lowered = plus_minus(*biases.unaligned.total.less(biases.aligned.total)).replace(" ± ", "±")
+        table.add_row("  lowered by alignment (paired)", "", "", lowered)
     table.caption = (
         f"{biases.tokens} recorded tokens in {biases.sequences} sequences with their advantages; "
         "systematic at most: holds the engine's noise"
