@@ -54,7 +54,7 @@ def _scatter(axis: Any, where: Floats, difference: Floats, owners: Floats, edges
     axis.scatter(where, difference, s=3, color="0.7", label="token")
     centres, means, errors, rms = [], [], [], []
     for low, high in pairwise(edges):
-        inside = (where >= low) & (where < high)
+        inside = (where >= low) & ((where < high) | (high == edges[-1]))
         sums = np.bincount(owners[inside], difference[inside])
         sums = sums[np.bincount(owners[inside]) > 0]
         if len(sums) < 2:
