@@ -77,11 +77,7 @@ def sample(engine: PreTrainedModel, prompts: Tensor, uniform: Tensor) -> tuple[T
     Every prompt is answered batch / len(prompts) times, its samples next to each other: one prefill per prompt, then decoding
     with a KV cache. `uniform` [LENGTH, batch] in [0, 1), FP64, decides: a token is where the distribution function passes it.
     """
-    samples = uniform.shape[1] // len(prompts)
-    cache = DynamicCache(config=engine.config)
-    logits = engine(input_ids=prompts, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    logits = logits.repeat_interleave(samples, dim=0)
-    cache.batch_repeat_interleave(samples)
+    logits, cache = _prefill(engine, prompts, uniform.shape[1] // len(prompts))
     tokens: list[Tensor] = []
     logprobs, entropies = [], []
     for position, position_uniform in enumerate(uniform):
@@ -102,12 +98,18 @@ def completion_logits(model: PreTrainedModel, prompts: Tensor, completions: Tens
     Every prompt has batch / len(prompts) completions, next to each other, which share one pass over it; a second pass sees
     the completions whole.
     """
-    cache = DynamicCache(config=model.config)
-    first = model(input_ids=prompts, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
-    samples = len(completions) // len(prompts)
-    cache.batch_repeat_interleave(samples)
+    first, cache = _prefill(model, prompts, len(completions) // len(prompts))
     rest = model(input_ids=completions[:, :-1], past_key_values=cache, use_cache=True).logits
-    return torch.cat((first.repeat_interleave(samples, dim=0), rest), dim=1).double()
+    return torch.cat((first, rest), dim=1).double()
+
+
+def _prefill(model: PreTrainedModel, prompts: Tensor, samples: int) -> tuple[Tensor, DynamicCache]:
+    """One pass over `prompts`: the logits [len(prompts) * samples, 1, VOCABULARY] that follow them, and the cache, with each
+    prompt `samples` times in a row."""
+    cache = DynamicCache(config=model.config)
+    logits = model(input_ids=prompts, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    cache.batch_repeat_interleave(samples)
+    return logits.repeat_interleave(samples, dim=0), cache
 
 
 def logprobs_of(logits: Tensor, completions: Tensor) -> Tensor:
