@@ -342,6 +342,49 @@ def test_rank_correlation() -> None:
     assert mechanism.rank_correlation(np.array([1.0, 1, 2, 2]), np.array([1.0, 2, 1, 2])) == pytest.approx(0)
 
 
+def test_runs_of_a_condition_are_compared_with_each_other_only() -> None:
+    # What tells conditions apart says nothing within one, and the reverse.
+    condition_of = np.repeat([0, 1], 8)
+    between = condition_of + np.tile([0.0, 0.1], 8)
+    within = np.tile(np.arange(8.0), 2) - 100 * condition_of
+    target = np.tile(np.arange(8.0), 2) + 100 * condition_of
+    assert mechanism.rank_correlation(between, target) > 0.8
+    assert mechanism.rank_correlation(within, target) < -0.4
+    of_target = mechanism.ranks_within(target, condition_of)
+    assert mechanism.rank_correlation(mechanism.ranks_within(within, condition_of), of_target) == pytest.approx(1)
+    assert abs(mechanism.rank_correlation(mechanism.ranks_within(between, condition_of), of_target)) < 0.3
+    assert mechanism.correlation_interval(between, target, condition_of)[0] < 0.5  # two conditions prove little
+
+
+def test_the_mechanism_is_reported_with_what_predicts_collapse(tmp_path: Path) -> None:
+    finished = []
+    for sft_seed in range(8):
+        for arm, final, systematic in (("none", 0.02 + sft_seed / 50, 0.9 - sft_seed / 10), ("rope", 0.6, 0.01)):
+            run, done = _finished(arm, final, sft_seed, 0)
+            finished.append((run, done))
+            of_batches = {"batch2": 3.0, "bias2": 0.5, "gradient2": 0.2, "along": 0.0, "k3": 1e-3, "advantage": -0.65}
+            path = mechanism.bias_path(run, tmp_path)
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(json.dumps({"bias": of_batches | {"systematic2": systematic, "systematic2_stderr": 0.1}}))
+    assert mechanism.mechanism_report([_finished("all", 0.6, 0, 0)], tmp_path) == ""
+    text = mechanism.mechanism_report(finished, tmp_path)
+    assert "| none | 8 | 7 | 0.27 | 0.001 | 3 | 0.2 | 0.5 | 0.55 ± 0.04 | 0 |" in text
+    [systematic] = [line for line in text.splitlines() if line.startswith("| systematic bias |")]
+    assert systematic.startswith("| systematic bias | -1.00 |")
+    assert "| k3 | +0.00 | +0.00 to +0.00 | +0.00 | +0.00 to +0.00 |" in text
+
+
+@pytest.mark.parametrize("arm", ["aligned-forward", "placebo-logits", "tis", "fp16"])
+def test_the_bias_is_that_of_the_loss_an_arm_trains_with(
+    arm: str, weights: list[Tensor], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mechanism, "BATCHES", 3)
+    measured = mechanism.measure(Run(arm, 0, 0, baseline=0.5), weights)
+    assert 0 < measured["bias2"] < measured["batch2"]
+    assert (measured["k3"] == 0) == ARMS[arm].bitwise
+    assert measured["advantage"] == -0.5  # a model that has learned nothing
+
+
 def test_an_aligned_trainer_has_no_systematic_bias(weights: list[Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mechanism, "BATCHES", 4)
     aligned, stock = (mechanism.measure(Run(arm, 0, 0), weights) for arm in ("all", "none"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,52 @@ def advantages(run: Run, rewards: Tensor) -> Tensor:
     return (centred / (groups.std(1, keepdim=True) + 1e-4) if run.baseline == "group" else centred).flatten()
 
 
+@dataclass(frozen=True)
+class Batch:
+    """The samples of one update, those of a prompt next to each other: `prompts` [prompts, ...], `completions`,
+    `engine_logprobs` and `entropies` [prompts * SAMPLES, LENGTH], `rewards` and `advantages` [prompts * SAMPLES]."""
+
+    prompts: Tensor
+    completions: Tensor
+    engine_logprobs: Tensor
+    entropies: Tensor
+    rewards: Tensor
+    advantages: Tensor
+
+
+def draw(run: Run, engine: PreTrainedModel, prompts: Tensor, generator: torch.Generator) -> Batch:
+    """Choose PROMPTS_PER_UPDATE of `prompts` and let the engine answer them."""
+    chosen = prompts[torch.randperm(len(prompts), generator=generator)[:PROMPTS_PER_UPDATE]]
+    uniform = torch.rand(task.LENGTH, len(chosen) * SAMPLES, generator=generator, dtype=torch.float64)
+    completions, engine_logprobs, entropies = sample(engine, chosen, uniform)
+    rewards = task.reward(chosen.repeat_interleave(SAMPLES, dim=0), completions)
+    return Batch(chosen, completions, engine_logprobs, entropies, rewards, advantages(run, rewards))
+
+
+def policy_loss(
+    arm: Arm, trainer: PreTrainedModel, engine: PreTrainedModel, noise: torch.Generator, batch: Batch
+) -> tuple[Tensor, Tensor, PreTrainedModel]:
+    """The loss of the arm; d = logp_trainer - logp_engine [batch, LENGTH]; the model whose parameters the gradient reaches."""
+    logits, carrier = policy_logits(arm, trainer, engine, noise, batch.prompts, batch.completions)
+    logprobs = logprobs_of(logits, batch.completions)
+    d = logprobs.detach() - batch.engine_logprobs
+    weight = batch.advantages[:, None]
+    corrected = weight * d.exp().clamp(max=TIS_LIMIT) if arm.correction == "tis" else weight
+    return -(corrected * logprobs).mean(), d, carrier
+
+
+def engine_gradient(engine: PreTrainedModel, batch: Batch, scaler: torch.amp.GradScaler) -> Tensor:
+    """What the gradient would be if the trainer were the engine, and nothing corrected."""
+    logprobs = logprobs_of(completion_logits(engine, batch.prompts, batch.completions), batch.completions)
+    return gradient_of(-(batch.advantages[:, None] * logprobs).mean(), engine, scaler)
+
+
+def gradient_of(loss: Tensor, model: PreTrainedModel, scaler: torch.amp.GradScaler) -> Tensor:
+    """The gradient of every parameter, as one FP32 vector; `scaler` keeps small numbers in FP16's range on the way."""
+    gradients = torch.autograd.grad(scaler.scale(loss), list(model.parameters()))
+    return torch.cat([gradient.flatten().float() for gradient in gradients]) / scaler.get_scale()
+
+
 def train(run: Run, weights: list[Tensor]) -> Iterator[dict[str, Any]]:
     """Train from FP32 `weights`, yielding one record per update.
 
@@ -167,19 +214,10 @@ def train(run: Run, weights: list[Tensor]) -> Iterator[dict[str, Any]]:
         started = time.perf_counter()
         for model in (trainer, engine):
             pocket.copy_weights(model, masters)
-        chosen = prompts[torch.randperm(len(prompts), generator=generator)[:PROMPTS_PER_UPDATE]]
-        uniform = torch.rand(task.LENGTH, len(chosen) * SAMPLES, generator=generator, dtype=torch.float64)
-        completions, engine_logprobs, entropy = sample(engine, chosen, uniform)
-        rewards = task.reward(chosen.repeat_interleave(SAMPLES, dim=0), completions)
-        weight = advantages(run, rewards)[:, None]
-
-        logits, carrier = policy_logits(arm, trainer, engine, noise, chosen, completions)
-        logprobs = logprobs_of(logits, completions)
-        d = logprobs.detach() - engine_logprobs
-        if arm.bitwise and not torch.equal(logprobs.detach(), engine_logprobs):
+        batch = draw(run, engine, prompts, generator)
+        loss, d, carrier = policy_loss(arm, trainer, engine, noise, batch)
+        if arm.bitwise and d.any():
             raise MeasurementError(f"{run.name}, update {update}: max |d| is {d.abs().max():.3g} nats, but must be zero")
-        corrected = weight * d.exp().clamp(max=TIS_LIMIT) if arm.correction == "tis" else weight
-        loss = -(corrected * logprobs).mean()
         gradients = torch.autograd.grad(scaler.scale(loss), list(carrier.parameters()))
         for master, scaled in zip(masters, gradients, strict=True):
             master.grad = scaled.float()
@@ -188,13 +226,13 @@ def train(run: Run, weights: list[Tensor]) -> Iterator[dict[str, Any]]:
 
         record: dict[str, Any] = {
             "update": update,
-            "reward": rewards.mean().item(),
-            "entropy": entropy.mean().item(),
+            "reward": batch.rewards.mean().item(),
+            "entropy": batch.entropies.mean().item(),
             "grad_norm": gradient.norm().item(),
             **mismatch(d),
         }
         if update % BIAS_EVERY == 0:
-            record |= gradient_bias(gradient, _engine_gradient(engine, chosen, completions, weight, scaler))
+            record |= gradient_bias(gradient, engine_gradient(engine, batch, scaler))
         scale = scaler.get_scale()
         scaler.step(optimizer)
         scaler.update()
@@ -204,15 +242,6 @@ def train(run: Run, weights: list[Tensor]) -> Iterator[dict[str, Any]]:
         elif not math.isfinite(record["grad_norm"]):
             raise MeasurementError(f"{run.name}, update {update}: the gradient is not finite")
         yield record | {"seconds": time.perf_counter() - started}
-
-
-def _engine_gradient(
-    engine: PreTrainedModel, prompts: Tensor, completions: Tensor, weight: Tensor, scaler: torch.amp.GradScaler
-) -> Tensor:
-    """What the gradient would be if the trainer were the engine."""
-    loss = -(weight * logprobs_of(completion_logits(engine, prompts, completions), completions)).mean()
-    gradients = torch.autograd.grad(scaler.scale(loss), list(engine.parameters()))
-    return torch.cat([gradient.flatten().float() for gradient in gradients]) / scaler.get_scale()
 
 
 def gradient_bias(gradient: Tensor, reference: Tensor) -> dict[str, float]:

@@ -17,13 +17,19 @@ import numpy as np
 import torch
 from experiments.collapse import loop, pocket, sides, task
 from experiments.collapse.arms import arm_named
-from experiments.collapse.report import RESAMPLES, Records, summarise
+from experiments.collapse.report import RESAMPLES, Records, Summary, summarise
 from experiments.collapse.spec import Run
 from numpy.typing import NDArray
 from torch import Tensor
 
 BATCHES = 32
+FP16_SCALE = 1024.0
+"""Of the loss where gradients are FP16: no batch at a run's start overflows with it."""
+LARGE = 8
+"""Runs of a condition from which on they are compared with each other."""
+
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 PREDICTORS: dict[str, Callable[[dict[str, Any]], float]] = {
     "k3": lambda m: m["k3"],
@@ -31,6 +37,8 @@ PREDICTORS: dict[str, Callable[[dict[str, Any]], float]] = {
     "systematic bias": lambda m: m["systematic2"],
     "systematic bias / gradient": lambda m: m["systematic2"] / m["batch2"],
     "systematic bias along the gradient": lambda m: m["along"] / m["batch2"],
+    "mean advantage": lambda m: m["advantage"],
+    "size of the keys": lambda m: m["key_size"],
 }
 
 
@@ -40,30 +48,24 @@ def measure(run: Run, weights: list[Tensor]) -> dict[str, Any]:
     `batch2`: squared norm of the engine's gradient, `bias2`: that of its difference to the trainer's, both means over batches.
     `gradient2`, `systematic2`: squared norms of the mean gradient and of the mean difference, `along`: the product of the two,
     with standard errors `*_stderr` (jackknife over batches); unbiased, so they can be negative. `k3`: nats per token.
+    `advantage`: the mean over completions.
     """
     arm = arm_named(run.arm)
     noise = torch.Generator().manual_seed(0)
     trainer, engine = sides.build_trainer(arm, run.shape, noise), sides.build_engine(arm, run.shape)
     for model in (trainer, engine):
         pocket.copy_weights(model, weights)
+    scaler = torch.amp.GradScaler("cpu", init_scale=FP16_SCALE, enabled=arm.trainer_dtype == "float16")
     prompts = task.training_prompts()
     generator = torch.Generator().manual_seed(10_000 + run.seed)
-    differences, gradients, k3 = [], [], []
+    differences, gradients, k3, advantages = [], [], [], []
     for _ in range(BATCHES):
-        chosen = prompts[torch.randperm(len(prompts), generator=generator)[: loop.PROMPTS_PER_UPDATE]]
-        uniform = torch.rand(task.LENGTH, len(chosen) * loop.SAMPLES, generator=generator, dtype=torch.float64)
-        completions, engine_logprobs, _ = loop.sample(engine, chosen, uniform)
-        rewards = task.reward(chosen.repeat_interleave(loop.SAMPLES, dim=0), completions)
-        weight = loop.advantages(run, rewards)[:, None]
-        of_both = []
-        for model in (trainer, engine):
-            logprobs = loop.logprobs_of(loop.completion_logits(model, chosen, completions), completions)
-            parts = torch.autograd.grad(-(weight * logprobs).mean(), list(model.parameters()))
-            of_both.append(torch.cat([part.flatten().double() for part in parts]))
-            if model is trainer:
-                k3.append(loop.mismatch(logprobs.detach() - engine_logprobs)["k3"])
-        differences.append(of_both[0] - of_both[1])
-        gradients.append(of_both[1])
+        batch = loop.draw(run, engine, prompts, generator)
+        loss, d, carrier = loop.policy_loss(arm, trainer, engine, noise, batch)
+        gradients.append(loop.engine_gradient(engine, batch, scaler).double())
+        differences.append(loop.gradient_of(loss, carrier, scaler).double() - gradients[-1])
+        k3.append(loop.mismatch(d)["k3"])
+        advantages.append(batch.advantages.mean().item())
     of_difference, of_gradient = torch.stack(differences), torch.stack(gradients)
     products = {
         "systematic2": (of_difference @ of_difference.T).numpy(),
@@ -72,7 +74,7 @@ def measure(run: Run, weights: list[Tensor]) -> dict[str, Any]:
     }
     whole = {"batch2": "gradient2", "bias2": "systematic2"}
     out: dict[str, Any] = {name: float(np.diag(products[of]).mean()) for name, of in whole.items()}
-    out["k3"] = statistics.fmean(k3)
+    out |= {"k3": statistics.fmean(k3), "advantage": statistics.fmean(advantages)}
     for name, product in products.items():
         out[name], out[f"{name}_stderr"] = between_batches(product)
     return out
@@ -111,48 +113,100 @@ def mechanism_report(finished: Iterable[tuple[Run, Records]], directory: Path) -
     rows = []
     for run, records in finished:
         if bias_path(run, directory).exists():
-            measured = json.loads(bias_path(run, directory).read_text())["bias"]
-            summary = summarise(run, records)
-            rows.append((run, measured, summary.final_reward / summary.first_reward))
+            measured = json.loads(bias_path(run, directory).read_text())["bias"] | {"key_size": run.key_size}
+            rows.append((run, measured, summarise(run, records)))
     if not rows:
         return ""
-    heads = ("condition", "runs", "reward kept", "k3", "gradient², one batch", "mean gradient²", "bias², one batch")
-    lines = [f"| {' | '.join(heads)} | mean bias² | along |", "|---" * 9 + "|"]
     conditions = dict.fromkeys(run.condition for run, _, _ in rows)
+    heads = (
+        "condition",
+        "runs",
+        "collapsed",
+        "reward kept",
+        "k3",
+        "gradient², one batch",
+        "mean gradient²",
+        "bias², one batch",
+    )
+    lines = [f"| {' | '.join(heads)} | mean bias² | along |", "|---" * 10 + "|"]
     for condition in conditions:
-        of_condition = [(measured, kept) for run, measured, kept in rows if run.condition == condition]
-        cells = [f"{statistics.fmean(kept for _, kept in of_condition):.2f}"]
-        cells.append(f"{statistics.fmean(measured['k3'] for measured, _ in of_condition):.2g}")
+        of_condition = [measured for run, measured, _ in rows if run.condition == condition]
+        summaries = [summary for run, _, summary in rows if run.condition == condition]
+        cells = [f"{sum(summary.collapsed_at is not None for summary in summaries)}"]
+        cells.append(f"{statistics.fmean(map(kept, summaries)):.2f}")
+        cells.append(f"{statistics.fmean(measured['k3'] for measured in of_condition):.2g}")
         for name in ("batch2", "gradient2", "bias2", "systematic2", "along"):
-            mean = statistics.fmean(measured[name] for measured, _ in of_condition)
-            errors = [measured.get(f"{name}_stderr", 0.0) for measured, _ in of_condition]
+            mean = statistics.fmean(measured[name] for measured in of_condition)
+            errors = [measured.get(f"{name}_stderr", 0.0) for measured in of_condition]
             stderr = sum(error**2 for error in errors) ** 0.5 / len(errors)
             cells.append(f"{mean:.3g} ± {stderr:.1g}" if stderr else f"{mean:.3g}")
         lines.append(f"| {condition} | {len(of_condition)} | {' | '.join(cells)} |")
-    lines += ["", "| predictor at the start | rank correlation with the reward kept | 95 % interval |", "|---|---|---|"]
-    groups = [np.array([i for i, (run, _, _) in enumerate(rows) if run.condition == condition]) for condition in conditions]
-    kept_all = np.array([kept for _, _, kept in rows])
+
+    kept_all = np.array([kept(summary) for _, _, summary in rows])
+    condition_of = np.array([list(conditions).index(run.condition) for run, _, _ in rows])
+    warm_up_of = np.array([run.sft_seed for run, _, _ in rows])
+    lines += [
+        "",
+        f"Rank correlation with the reward kept, and its 95 % interval: over all {len(rows)} runs (conditions drawn anew), and",
+        f"within conditions of at least {LARGE} runs, ranks being those among the runs of a condition (warm-ups drawn anew).",
+        "",
+        "| measured at the start | over all runs | | within conditions | |",
+        "|---|---|---|---|---|",
+    ]
+    sizes = np.bincount(condition_of)
+    large = sizes[condition_of] >= LARGE
     for name, predictor in PREDICTORS.items():
         values = np.array([predictor(measured) for _, measured, _ in rows])
-        low, high = correlation_interval(values, kept_all, groups)
-        lines.append(f"| {name} | {rank_correlation(values, kept_all):+.2f} | {low:+.2f} to {high:+.2f} |")
+        cells = correlation_cells(values, kept_all, condition_of)
+        if large.any():
+            cells += correlation_cells(
+                ranks_within(values[large], condition_of[large]),
+                ranks_within(kept_all[large], condition_of[large]),
+                warm_up_of[large],
+            )
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
+def kept(summary: Summary) -> float:
+    """What part of its first reward a run ends with."""
+    return summary.final_reward / summary.first_reward
+
+
+def correlation_cells(x: Floats, y: Floats, cluster_of: Ints) -> list[str]:
+    low, high = correlation_interval(x, y, cluster_of)
+    return [f"{rank_correlation(x, y):+.2f}", f"{low:+.2f} to {high:+.2f}"]
+
+
+def ranks(x: Floats) -> Floats:
+    """Ties share their mean rank."""
+    ordered = np.sort(x)
+    return (np.searchsorted(ordered, x, "left") + np.searchsorted(ordered, x, "right")) / 2.0
+
+
+def ranks_within(x: Floats, group_of: Ints) -> Floats:
+    """Each element's rank in its group, from -1 to 1."""
+    out = np.zeros(len(x))
+    for group in np.unique(group_of):
+        mine = group_of == group
+        out[mine] = 2 * ranks(x[mine]) / mine.sum() - 1
+    return out
+
+
 def rank_correlation(x: Floats, y: Floats) -> float:
-    """Spearman's rho, ties sharing their mean rank; 0 where either is constant."""
-    ranks = [(np.searchsorted(np.sort(v), v, "left") + np.searchsorted(np.sort(v), v, "right")) / 2.0 for v in (x, y)]
-    if min(np.ptp(ranks[0]), np.ptp(ranks[1])) == 0:
+    """Spearman's rho; 0 where either is constant."""
+    if min(np.ptp(x), np.ptp(y)) == 0:
         return 0.0
-    return float(np.corrcoef(ranks[0], ranks[1])[0, 1])
+    return float(np.corrcoef(ranks(x), ranks(y))[0, 1])
 
 
-def correlation_interval(x: Floats, y: Floats, groups: list[NDArray[np.int64]]) -> tuple[float, float]:
-    """95 % interval of the rank correlation: a bootstrap over conditions, given as the indices of their runs."""
+def correlation_interval(x: Floats, y: Floats, cluster_of: Ints) -> tuple[float, float]:
+    """95 % interval of the rank correlation: a bootstrap over clusters of runs."""
     rng = np.random.default_rng(0)
+    members = [np.flatnonzero(cluster_of == cluster) for cluster in np.unique(cluster_of)]
     drawn = []
     for _ in range(RESAMPLES):
-        indices = np.concatenate([groups[i] for i in rng.integers(len(groups), size=len(groups))])
+        indices = np.concatenate([members[i] for i in rng.integers(len(members), size=len(members))])
         drawn.append(rank_correlation(x[indices], y[indices]))
     low, high = np.percentile(drawn, [2.5, 97.5])
     return float(low), float(high)
