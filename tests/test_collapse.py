@@ -85,26 +85,42 @@ def test_a_mismatch_where_none_may_be_ends_the_run(weights: list[Tensor], monkey
 # -- arms -------------------------------------------------------------------------------------------------------------
 
 
-def test_placebo_moves_rotated_values_as_far_as_stock_does_in_both_directions(weights: list[Tensor]) -> None:
-    def rotated(arm: Arm) -> Tensor:
-        attention = trainer(arm, weights).model.layers[0].self_attn.forward.__self__
-        tables = torch.linspace(0, 3, 4 * 16).view(1, 4, 16).repeat(1, 1, 2)
-        generator = torch.Generator().manual_seed(0)
-        query = (100 * torch.randn(1, 2, 4, 32, generator=generator)).bfloat16()
-        return attention._rotate(None, query, query, tables.cos(), tables.sin())[0].double()
+def rotated_of(arm: Arm, weights: list[Tensor], seed: int = 0) -> Tensor:
+    attention = trainer(arm, weights).model.layers[0].self_attn.forward.__self__
+    tables = torch.linspace(0, 3, 4 * 16).view(1, 4, 16).repeat(1, 1, 2)
+    generator = torch.Generator().manual_seed(seed)
+    query = (100 * torch.randn(3, 2, 4, 32, generator=generator)).bfloat16()
+    return attention._rotate(None, query, query, tables.cos(), tables.sin())[0].double()
 
-    aligned, stock, placebo = rotated(ARMS["all"]), rotated(Arm(trainer="R1 S3 N3")), rotated(ARMS["placebo"])
+
+def test_placebo_moves_rotated_values_as_far_as_stock_does_in_both_directions(weights: list[Tensor]) -> None:
+    arms = (ARMS["all"], Arm(trainer="R1 S3 N3"), ARMS["placebo"])
+    aligned, stock, placebo = (rotated_of(arm, weights) for arm in arms)
     moved = placebo - aligned
     assert torch.equal(moved.abs(), (stock - aligned).abs())
     assert moved.count_nonzero() > 20
     assert (moved * (stock - aligned)).sign().unique().tolist() == [-1, 0, 1]
 
 
+def test_fixed_placebo_moves_a_value_as_far_and_always_the_same_way(weights: list[Tensor]) -> None:
+    directions = []
+    for seed in (0, 1):
+        arms = (ARMS["all"], Arm(trainer="R1 S3 N3"), ARMS["placebo-fixed"])
+        aligned, stock, placebo = (rotated_of(arm, weights, seed) for arm in arms)
+        assert torch.equal((placebo - aligned).abs(), (stock - aligned).abs())
+        directions += list((placebo - aligned).sign())
+    always = torch.stack(directions).sum(0).sign()
+    assert all(torch.equal(direction, always * direction.abs()) for direction in directions)
+    assert always.unique().tolist() == [-1, 0, 1]
+    model = trainer(ARMS["placebo-fixed"], weights)
+    assert torch.equal(some_logits(model), some_logits(model))
+
+
 def test_noise_is_drawn_anew_and_leaves_the_gradient_alone(weights: list[Tensor]) -> None:
     model = trainer(ARMS["placebo"], weights)
     assert not torch.equal(some_logits(model), some_logits(model))
     here, there = torch.zeros(50, requires_grad=True), torch.ones(50)
-    sides.moved_at_random(here, there, torch.Generator().manual_seed(0)).sum().backward()
+    sides.moved(here, there, sides.random_signs(here.shape, torch.Generator().manual_seed(0))).sum().backward()
     assert here.grad is not None
     assert torch.equal(here.grad, torch.ones(50))
 
@@ -242,6 +258,8 @@ class _InThisProcess:
 
     def __exit__(self, *_: object) -> None: ...
 
+    def shutdown(self, **_: bool) -> None: ...
+
     def submit(self, function: Any, *args: Any) -> Any:
         from concurrent.futures import Future
 
@@ -263,6 +281,12 @@ def test_studies_are_balanced_over_arms_at_every_moment() -> None:
 def test_every_study_of_the_configuration_can_be_run() -> None:
     names = {run.name for study in spec.studies().values() for run in study}
     assert all(len(name) < 120 and "/" not in name for name in names)
+
+
+def test_a_whole_number_is_the_same_setting_as_a_decimal_one() -> None:
+    whole = Run("none", 0, 0, baseline=1, lr=1, key_size=10)
+    assert whole == Run("none", 0, 0, baseline=1.0, lr=1.0, key_size=10.0)
+    assert loop.advantages(whole, torch.zeros(16)).unique().tolist() == [-1.0]
 
 
 def test_mistakes_in_a_configuration_are_named(tmp_path: Path) -> None:
@@ -289,31 +313,63 @@ def test_collapse_is_the_loss_of_half_of_the_best_reward() -> None:
     assert collapsed_at([0.4] * (WINDOW - 1)) is None
 
 
-def _finished(arm: str, final: float, sft_seed: int, seed: int) -> tuple[Run, list[dict[str, Any]]]:
-    run = Run(arm, sft_seed, seed)
+def _finished(arm: str, final: float, sft_seed: int, seed: int, **settings: Any) -> tuple[Run, list[dict[str, Any]]]:
+    run = Run(arm, sft_seed, seed, **settings)
     rewards = [0.35 + (final - 0.35) * min(1.0, i / 100) for i in range(200)]
     still = {"k3": 1e-3, "bias": 0.2, "bias_cosine": 0.1, "max_abs": 1.0, "entropy": 0.2, "seconds": 0.1}
     return run, [{"update": i, "reward": reward, **still} for i, reward in enumerate(rewards)]
 
 
 def test_the_criterion_can_come_out_either_way(tmp_path: Path) -> None:
-    pairs = [(0, 0), (1, 0), (0, 1), (1, 1)]
+    pairs = [(sft_seed, seed) for sft_seed in range(5) for seed in range(2)]
     expected = {"none": 0.02, "rope": 0.6, "all": 0.7, "placebo": 0.6, "wrong": 0.01, "swapped": 0.02}
-    text = report.write_report([_finished(arm, final, *pair) for arm, final in expected.items() for pair in pairs], tmp_path)
-    assert text.count("**holds**") == 6
+    expected |= {"placebo-fixed": 0.3, "all-but-rope": 0.02}
+    longer = [_finished("none", 0.02, *pair, updates=1000) for pair in pairs]
 
-    sunk = expected | {"placebo": 0.02, "wrong": 0.7, "all": 0.01}
-    text = report.write_report([_finished(arm, final, *pair) for arm, final in sunk.items() for pair in pairs], tmp_path)
-    assert "| not the size of the mismatch | **fails** | placebo collapsed in 4 of 4 |" in text
-    assert "| same points, not more precision | **fails** | wrong collapsed in 0 of 4 |" in text
-    assert "| alignment cures | **fails** |" in text
+    def report_of(finals: dict[str, float]) -> str:
+        return report.write_report([_finished(arm, final, *pair) for arm, final in finals.items() for pair in pairs], tmp_path)
+
+    assert report_of(expected).count("**holds**") == 8
+    text = report_of(expected | {"placebo": 0.02, "wrong": 0.7, "all": 0.01})
+    assert "| not the size of the mismatch | **fails** | placebo collapsed in 10 of 10 (72 to 100 %) |" in text
+    assert "| same points, not more precision | **fails** | wrong collapsed in 0 of 10 (0 to 28 %) |" in text
+    assert "| alignment cures | **fails** | all collapsed in 10 of 10 (72 to 100 %); all - none: -0.010 [" in text
+    assert "over 10 pairs, above 0 for 0 of 5 warm-ups |" in text
+    assert "| noise that does not average out harms | **fails** |" in text
+    assert "stock collapses within 1000 updates | **holds** |" in report.write_report(longer, tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"runs.csv", "curves.csv", "report.md", "curves.png"}
 
 
-def test_a_claim_without_runs_is_not_judged(tmp_path: Path) -> None:
-    text = report.write_report([_finished("none", 0.02, 0, 0)], tmp_path)
-    assert "| stock collapses | **holds** | none collapsed in 1 of 1 |" in text
-    assert text.count("**not run**") == 5
+def test_a_claim_with_few_runs_or_none_is_not_judged(tmp_path: Path) -> None:
+    text = report.write_report([_finished("none", 0.02, 0, 0), _finished("placebo-fixed", 0.1, 0, 0)], tmp_path)
+    assert "| stock collapses | **too few runs** | none collapsed in 1 of 1 (21 to 100 %) |" in text
+    assert "| noise that does not average out harms | **not run** | none that placebo has as well |" in text
+    assert text.count("**not run**") == 8
+
+
+def test_the_interval_of_a_share() -> None:
+    # As published for 15 of 148: R. G. Newcombe, Stat. Med. 17 (1998) 857, table I.
+    assert report.share_interval(15, 148) == pytest.approx((0.0624, 0.1605), abs=1e-4)
+    assert report.share_interval(0, 20) == pytest.approx((0.0, 0.1611), abs=1e-4)
+
+
+def test_mismatch_and_bias_are_those_before_a_run_has_changed() -> None:
+    run, done = _finished("none", 0.02, 0, 0)
+    for later in done[WINDOW:]:
+        later |= {"k3": 1.0, "bias": 9.0}
+    summary = report.summarise(run, done)
+    assert (summary.k3, summary.bias) == (1e-3, 0.2)
+    assert summary.lost_half
+
+
+def test_a_run_that_diverged_is_counted_as_collapsed(weights: list[Tensor], tmp_path: Path) -> None:
+    run = Run("all", 0, 0, updates=4 * WINDOW, lr=1e30)
+    done = list(loop.train(run, weights))
+    assert [record["update"] for record in done] == list(range(run.updates))
+    assert done[-1]["diverged"]
+    alive = [{**record, "reward": 0.4} for record in done[:1]] * 3 * WINDOW
+    assert report.summarise(run, alive + done[-WINDOW:]).collapsed_at is not None
+    assert "| all lr=1e+30 updates=200 | 1 |" in report.write_report([(run, done)], tmp_path)
 
 
 def test_the_interval_knows_that_runs_of_one_warm_up_are_not_independent() -> None:

@@ -18,7 +18,8 @@ class Arm:
 
     `correction`: "tis" weighs each token by its importance ratio, truncated at 2.
     `noise`: "rope" moves every element of the trainer's rotated queries and keys by as much as R1 and R3 differ there, the
-    sign fresh at random each time; "logits" does so to the logits with the difference between a `STOCK` trainer and the engine.
+    sign fresh at random each time; "rope fixed" draws the signs once for a run, for every layer, head, place in the pass and
+    element; "logits" moves the logits by the difference between a `STOCK` trainer and the engine, in fresh directions.
     `split`: whose logits the loss sees and whose backward pass carries the gradient, where these are two: the engine's
     schedule (aligned) in one, the trainer's in the other.
     """
@@ -29,7 +30,7 @@ class Arm:
     engine_dtype: Literal["bfloat16", "float16"] = "bfloat16"
     layers: int | None = None
     correction: Literal["tis"] | None = None
-    noise: Literal["rope", "logits"] | None = None
+    noise: Literal["rope", "rope fixed", "logits"] | None = None
     split: Literal["aligned forward", "aligned backward"] | None = None
 
     @property
@@ -48,10 +49,12 @@ ARMS: dict[str, Arm] = {
     "fp16": Arm(trainer_dtype="float16", engine_dtype="float16"),
     "fp32-trainer": Arm(trainer_dtype="float32"),
     "tis": Arm(correction="tis"),
-    # Only RoPE differs: the stock one, a more precise one equally far away, and noise of the stock one's size.
+    # Only RoPE differs: the stock one, a more precise one equally far away, and noise of the stock one's size, which averages
+    # out over updates or does not.
     "all-but-rope": Arm(trainer="R1 S3 N3"),
     "wrong": Arm(trainer="R4 S3 N3"),
     "placebo": Arm(trainer=ENGINE, noise="rope"),
+    "placebo-fixed": Arm(trainer=ENGINE, noise="rope fixed"),
     "placebo-logits": Arm(noise="logits"),
     "swapped": Arm(trainer=ENGINE, engine=STOCK),
     "aligned-forward": Arm(split="aligned forward"),

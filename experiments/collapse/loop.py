@@ -26,6 +26,10 @@ TIS_LIMIT = 2.0
 BIAS_EVERY = 20
 
 
+class DivergenceError(Exception):
+    """Numbers are not finite any more."""
+
+
 # -- warm-up ----------------------------------------------------------------------------------------------------------
 
 
@@ -77,6 +81,7 @@ def sample(engine: PreTrainedModel, prompts: Tensor, uniform: Tensor) -> tuple[T
 
     Every prompt is answered batch / len(prompts) times, its samples next to each other: one prefill per prompt, then decoding
     with a KV cache. `uniform` [LENGTH, batch] in [0, 1), FP64, decides: a token is where the distribution function passes it.
+    Raises DivergenceError.
     """
     logits, cache = _prefill(engine, prompts, uniform.shape[1] // len(prompts))
     tokens: list[Tensor] = []
@@ -86,6 +91,8 @@ def sample(engine: PreTrainedModel, prompts: Tensor, uniform: Tensor) -> tuple[T
             logits = engine(input_ids=tokens[-1], past_key_values=cache, use_cache=True).logits
         every = logits[:, -1].double().log_softmax(-1)
         below = every.exp().cumsum(-1)
+        if not below.isfinite().all():
+            raise DivergenceError
         token = torch.searchsorted(below, position_uniform[:, None] * below[:, -1:], right=True)
         tokens.append(token)
         logprobs.append(every.gather(-1, token))
@@ -125,7 +132,7 @@ def policy_logits(
         return completion_logits(trainer, prompts, completions), trainer
     trainer_logits, engine_logits = (completion_logits(model, prompts, completions) for model in (trainer, engine))
     if arm.noise == "logits":
-        return sides.moved_at_random(engine_logits, trainer_logits, noise), engine
+        return sides.moved(engine_logits, trainer_logits, sides.random_signs(engine_logits.shape, noise)), engine
     if arm.split == "aligned forward":
         return engine_logits.detach() + (trainer_logits - trainer_logits.detach()), trainer
     return trainer_logits.detach() + (engine_logits - engine_logits.detach()), engine
@@ -197,8 +204,21 @@ def train(run: Run, weights: list[Tensor]) -> Iterator[dict[str, Any]]:
     `bias`, the norm of the difference between this gradient and the one that the same samples give under the engine's own
     schedule, relative to the latter, and `bias_cosine`, its cosine with the latter.
 
-    Raises MeasurementError if an arm that must match the engine bit for bit does not, or if numbers stop being finite.
+    Where numbers stop being finite, a run has `diverged`: this update's record and all later ones say so, with a reward of zero
+    and no measurements.
+
+    Raises MeasurementError if an arm that must match the engine bit for bit does not.
     """
+    done = 0
+    try:
+        for record in _train(run, weights):
+            yield record
+            done += 1
+    except DivergenceError:
+        yield from ({"update": later, "reward": 0.0, "diverged": True, "seconds": 0.0} for later in range(done, run.updates))
+
+
+def _train(run: Run, weights: list[Tensor]) -> Iterator[dict[str, Any]]:
     arm = arm_named(run.arm)
     noise = torch.Generator().manual_seed(run.seed + 7919)
     trainer = sides.build_trainer(arm, run.shape, noise)
@@ -231,7 +251,10 @@ def train(run: Run, weights: list[Tensor]) -> Iterator[dict[str, Any]]:
             "grad_norm": gradient.norm().item(),
             **mismatch(d),
         }
-        if update % BIAS_EVERY == 0:
+        finite = math.isfinite(record["grad_norm"])
+        if not finite and arm.trainer_dtype != "float16":  # there the scaler will skip this update
+            raise DivergenceError
+        if update % BIAS_EVERY == 0 and finite:
             record |= gradient_bias(gradient, engine_gradient(engine, batch, scaler))
         scale = scaler.get_scale()
         scaler.step(optimizer)
@@ -239,8 +262,6 @@ def train(run: Run, weights: list[Tensor]) -> Iterator[dict[str, Any]]:
         overflows += scaler.get_scale() < scale
         if arm.trainer_dtype == "float16":
             record["overflows"] = overflows
-        elif not math.isfinite(record["grad_norm"]):
-            raise MeasurementError(f"{run.name}, update {update}: the gradient is not finite")
         yield record | {"seconds": time.perf_counter() - started}
 
 

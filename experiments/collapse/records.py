@@ -8,6 +8,7 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ def execute(run: Run, directory: Path) -> None:
     path = path_of(run, directory)
     unfinished = path.with_suffix(".unfinished")
     with unfinished.open("w", buffering=1) as file:
-        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "machine": platform.processor()}
+        versions = {"torch": torch.__version__, "transformers": transformers.__version__, "machine": _processor()}
         file.write(json.dumps({"run": run.to_dict(), "versions": versions}) + "\n")
         for record in loop.train(run, weights):
             file.write(json.dumps(record) + "\n")
@@ -49,13 +50,28 @@ def execute_all(
     directory.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     # Forking a process that holds torch's threads is not safe.
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool, _nothing_more_afterwards(pool):
         futures = {pool.submit(what, run, directory): run for run in wanted}
         for future in as_completed(futures):
             error = future.exception()
             if error is not None and not isinstance(error, Exception):
                 raise error
             yield futures[future], time.monotonic() - started, error
+
+
+@contextmanager
+def _nothing_more_afterwards(pool: ProcessPoolExecutor) -> Iterator[None]:
+    """On Ctrl-C, what has not begun does not begin."""
+    try:
+        yield
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _processor() -> str:
+    cpus = Path("/proc/cpuinfo")
+    lines = cpus.read_text().splitlines() if cpus.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
 def load(directory: Path) -> list[tuple[Run, list[dict[str, Any]]]]:

@@ -12,19 +12,25 @@ from typing import Any
 
 import numpy as np
 from experiments.collapse.spec import Run
+from numpy.typing import NDArray
 
 from tripoint.rl.collapse import WINDOW, collapsed_at
 
 Records = list[dict[str, Any]]
+Interval = tuple[float, float]
 RESAMPLES = 1000
+ENOUGH = 10
+"""Runs, or pairs of runs, from which on a claim is judged."""
+
 CURVES = ("reward", "k3", "bias", "bias_cosine")
 SMOOTH = 20
-PLOTTED = ("none", "rope", "all", "placebo", "swapped", "wrong", "fp16", "tis")
+PLOTTED = ("none", "rope", "all", "placebo", "placebo-fixed", "all-but-rope", "swapped", "wrong", "fp16", "tis")
 
 
 @dataclass(frozen=True)
 class Summary:
-    """One run in numbers. Medians are over its updates; `final_reward` is the mean over the last `WINDOW` of them."""
+    """One run in numbers. Mismatch and bias are medians over its first `WINDOW` updates, when few runs have changed much;
+    `first_reward` is the mean over the first `SMOOTH`, `final_reward` that over the last `WINDOW`."""
 
     condition: str
     sft_seed: int
@@ -43,6 +49,11 @@ class Summary:
     seconds: float
 
     @property
+    def lost_half(self) -> bool:
+        """Whether it ended below half of what it began with."""
+        return self.final_reward < self.first_reward / 2
+
+    @property
     def pair(self) -> tuple[int, int]:
         return self.sft_seed, self.seed
 
@@ -50,6 +61,9 @@ class Summary:
 def summarise(run: Run, records: Records) -> Summary:
     def column(name: str) -> list[float]:
         return [record[name] for record in records if name in record]
+
+    def early(name: str) -> float:
+        return statistics.median([record[name] for record in records[:WINDOW] if name in record])
 
     rewards = column("reward")
     windows = np.convolve(rewards, np.ones(WINDOW) / WINDOW, mode="valid") if len(rewards) >= WINDOW else np.array(rewards)
@@ -62,9 +76,9 @@ def summarise(run: Run, records: Records) -> Summary:
         final_reward=statistics.fmean(rewards[-WINDOW:]),
         best_reward=float(windows.max()),
         collapsed_at=collapsed_at(rewards),
-        k3=statistics.median(column("k3")),
-        bias=statistics.median(column("bias")),
-        bias_cosine=statistics.median(column("bias_cosine")),
+        k3=early("k3"),
+        bias=early("bias"),
+        bias_cosine=early("bias_cosine"),
         max_abs=max(column("max_abs")),
         entropy=statistics.fmean(column("entropy")[-WINDOW:]),
         overflows=records[-1].get("overflows", 0),
@@ -75,12 +89,17 @@ def summarise(run: Run, records: Records) -> Summary:
 # -- statistics -------------------------------------------------------------------------------------------------------
 
 
-def interval(values: dict[tuple[int, int], float]) -> tuple[float, float]:
-    """95 % interval of the mean of `values`, by (warm-up, seed): a bootstrap over warm-ups and over the runs of each."""
-    by_sft: dict[int, list[float]] = defaultdict(list)
+def by_sft_seed(values: dict[tuple[int, int], float]) -> list[NDArray[np.float64]]:
+    """The `values`, by (warm-up, seed), of each warm-up."""
+    out: dict[int, list[float]] = defaultdict(list)
     for (sft_seed, _), value in values.items():
-        by_sft[sft_seed].append(value)
-    groups = [np.array(group) for group in by_sft.values()]
+        out[sft_seed].append(value)
+    return [np.array(of_one) for of_one in out.values()]
+
+
+def interval(values: dict[tuple[int, int], float]) -> Interval:
+    """95 % interval of the mean of `values`, by (warm-up, seed): a bootstrap over warm-ups and over the runs of each."""
+    groups = by_sft_seed(values)
     rng = np.random.default_rng(0)
     means = []
     for _ in range(RESAMPLES):
@@ -96,48 +115,85 @@ def paired(left: Sequence[Summary], right: Sequence[Summary]) -> dict[tuple[int,
     return {summary.pair: summary.final_reward - other[summary.pair] for summary in left if summary.pair in other}
 
 
-def collapsed_share(runs: Sequence[Summary]) -> float:
-    return sum(run.collapsed_at is not None for run in runs) / len(runs)
+@dataclass(frozen=True)
+class Claim:
+    """`holds` and `fails` take the share of collapsed runs of `arm` and the interval of its difference to `against`, if that is
+    given; a claim of which neither is true is undecided."""
+
+    text: str
+    arm: str
+    holds: Callable[[float, Interval], bool]
+    fails: Callable[[float, Interval], bool]
+    against: str | None = None
+
+
+def collapses(text: str, arm: str) -> Claim:
+    return Claim(text, arm, lambda share, _: share >= 0.8, lambda share, _: share < 0.5)
+
+
+def survives(text: str, arm: str) -> Claim:
+    return Claim(text, arm, lambda share, _: share <= 0.1, lambda share, _: share >= 0.5)
+
+
+def cures(text: str, arm: str) -> Claim:
+    return Claim(
+        text, arm, lambda share, more: share <= 0.1 and more[0] > 0, lambda share, more: share >= 0.5 or more[0] <= 0, "none"
+    )
+
+
+def harms(text: str, arm: str, against: str) -> Claim:
+    return Claim(text, arm, lambda _, more: more[1] < 0, lambda _, more: more[1] >= 0, against)
+
+
+CLAIMS = (
+    collapses("stock collapses", "none"),
+    cures("alignment cures", "all"),
+    cures("RoPE alone suffices", "rope"),
+    survives("not the size of the mismatch", "placebo"),
+    collapses("same points, not more precision", "wrong"),
+    collapses("it does not matter which side is stock", "swapped"),
+    harms("noise that does not average out harms", "placebo-fixed", against="placebo"),
+    harms("RoPE's difference harms where noise of its size does not", "all-but-rope", against="placebo"),
+    collapses("stock collapses within 1000 updates", "none updates=1000"),
+)
 
 
 def verdicts(conditions: dict[str, list[Summary]]) -> list[tuple[str, str, str]]:
-    """The criterion of the README: claim, verdict (holds, fails, undecided, not run), and the numbers behind it."""
+    """The criterion of the README: claim, verdict (holds, fails, undecided, too few runs, not run), the numbers behind it."""
+    return [(claim.text, *_judge(claim, conditions)) for claim in CLAIMS]
 
-    def collapses(arm: str) -> tuple[str, str]:
-        share = collapsed_share(conditions[arm])
-        return "holds" if share >= 0.8 else "fails" if share < 0.5 else "undecided", _share_text(arm, conditions[arm])
 
-    def survives(arm: str) -> tuple[str, str]:
-        share = collapsed_share(conditions[arm])
-        return "holds" if share <= 0.1 else "fails" if share >= 0.5 else "undecided", _share_text(arm, conditions[arm])
-
-    def cures(arm: str) -> tuple[str, str]:
-        outcome, text = survives(arm)
-        differences = paired(conditions[arm], conditions["none"])
-        if not differences:
-            return "not run", "no pairs"
-        low, high = interval(differences)
+def _judge(claim: Claim, conditions: dict[str, list[Summary]]) -> tuple[str, str]:
+    runs, others = conditions.get(claim.arm, []), conditions.get(claim.against or "", [])
+    differences = paired(runs, others)
+    if not runs or (claim.against and not differences):
+        return "not run", f"no runs of {claim.arm}" if not runs else f"none that {claim.against} has as well"
+    collapsed = collapsed_of(runs)
+    low, high = (f"{100 * bound:.0f}" for bound in share_interval(collapsed, len(runs)))
+    text = f"{claim.arm} collapsed in {collapsed} of {len(runs)} ({low} to {high} %)"
+    more = (0.0, 0.0)
+    if claim.against:
+        more = interval(differences)
         mean = statistics.fmean(differences.values())
-        text += f"; {arm} - none: {mean:+.3f} [{low:+.3f}, {high:+.3f}] over {len(differences)} pairs"
-        return "fails" if low <= 0 else outcome, text
-
-    rows: list[tuple[str, Callable[[str], tuple[str, str]], str]] = [
-        ("stock collapses", collapses, "none"),
-        ("alignment cures", cures, "all"),
-        ("RoPE alone suffices", cures, "rope"),
-        ("not the size of the mismatch", survives, "placebo"),
-        ("same points, not more precision", collapses, "wrong"),
-        ("it does not matter which side is stock", collapses, "swapped"),
-    ]
-    out = []
-    for claim, judge, arm in rows:
-        there = arm in conditions and (judge is not cures or "none" in conditions)
-        out.append((claim, *(judge(arm) if there else ("not run", f"no runs of {arm}"))))
-    return out
+        text += f"; {claim.arm} - {claim.against}: {mean:+.3f} [{more[0]:+.3f}, {more[1]:+.3f}] over {len(differences)} pairs"
+        by_warm_up = by_sft_seed(differences)
+        text += f", above 0 for {sum(np.mean(of_one) > 0 for of_one in by_warm_up)} of {len(by_warm_up)} warm-ups"
+    if len(differences if claim.against else runs) < ENOUGH:
+        return "too few runs", text
+    share = collapsed / len(runs)
+    return "holds" if claim.holds(share, more) else "fails" if claim.fails(share, more) else "undecided", text
 
 
-def _share_text(arm: str, runs: Sequence[Summary]) -> str:
-    return f"{arm} collapsed in {sum(run.collapsed_at is not None for run in runs)} of {len(runs)}"
+def collapsed_of(runs: Sequence[Summary]) -> int:
+    return sum(run.collapsed_at is not None for run in runs)
+
+
+def share_interval(count: int, of: int) -> Interval:
+    """95 % interval of a share, Wilson's. Source: E. B. Wilson, J. Am. Stat. Assoc. 22 (1927) 209."""
+    z = statistics.NormalDist().inv_cdf(0.975)
+    centre = (count + z**2 / 2) / (of + z**2)
+    half = z / (of + z**2) * (count * (of - count) / of + z**2 / 4) ** 0.5
+    return max(0.0, centre - half), min(1.0, centre + half)
 
 
 # -- writing ----------------------------------------------------------------------------------------------------------
@@ -170,9 +226,9 @@ def write_report(finished: Iterable[tuple[Run, Records]], directory: Path) -> st
             for x, mean, low, high in points
         ],
     )
-    _plot(bands, directory / "curves.png")
     text = _markdown(conditions)
     (directory / "report.md").write_text(text)
+    _plot(bands, directory / "curves.png")
     return text
 
 
@@ -181,11 +237,12 @@ def band(runs: Sequence[Records], name: str) -> list[tuple[float, float, float, 
     smoothed = []
     for records in runs:
         stretches = [records[start : start + SMOOTH] for start in range(0, len(records), SMOOTH)]
-        smoothed.append([statistics.fmean(r[name] for r in stretch if name in r) for stretch in stretches])
-    return [
-        (index * SMOOTH + SMOOTH / 2, statistics.fmean(values), min(values), max(values))
-        for index, values in enumerate(zip(*smoothed, strict=True))
-    ]
+        smoothed.append([[r[name] for r in stretch if name in r] for stretch in stretches])
+    out = []
+    for index, of_runs in enumerate(zip(*smoothed, strict=True)):
+        if means := [statistics.fmean(values) for values in of_runs if values]:  # a run that diverged has none any more
+            out.append((index * SMOOTH + SMOOTH / 2, statistics.fmean(means), min(means), max(means)))
+    return out
 
 
 def _write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -202,18 +259,18 @@ def _markdown(conditions: dict[str, list[Summary]]) -> str:
     lines += [f"| {claim} | **{verdict}** | {text} |" for claim, verdict, text in verdicts(conditions)]
     lines += [
         "",
-        "Medians over runs, spread in brackets. k3 and gradient bias are each run's median over its updates; the cosine is the",
-        "bias's with the gradient.",
+        f"Medians over runs, spread in brackets. k3 and gradient bias are each run's median over its first {WINDOW} updates,",
+        "the cosine is the bias's with the gradient. *Halved*: ended below half of the reward it began with.",
         "",
-        "| condition | runs | collapsed | final reward | 95 % interval of the mean | k3 | gradient bias | cosine |",
-        "|---|---|---|---|---|---|---|---|",
+        "| condition | runs | collapsed | halved | final reward | 95 % interval of the mean | k3 | gradient bias | cosine |",
+        "|---|---|---|---|---|---|---|---|---|",
     ]
     for name, runs in sorted(conditions.items(), key=lambda item: -statistics.median(run.final_reward for run in item[1])):
         final = [run.final_reward for run in runs]
         low, high = interval({run.pair: run.final_reward for run in runs})
         k3, bias, cosine = (statistics.median(getattr(run, field) for run in runs) for field in ("k3", "bias", "bias_cosine"))
         lines.append(
-            f"| {name} | {len(runs)} | {sum(run.collapsed_at is not None for run in runs)} "
+            f"| {name} | {len(runs)} | {collapsed_of(runs)} | {sum(run.lost_half for run in runs)} "
             f"| {statistics.median(final):.3f} ({min(final):.3f} to {max(final):.3f}) | {low:.3f} to {high:.3f} "
             f"| {k3:.2g} | {bias:.2g} | {cosine:+.2f} |"
         )
@@ -245,7 +302,8 @@ def _plot(bands: dict[str, dict[str, list[tuple[float, float, float, float]]]], 
     axes[0, 1].set_ylim(bottom=0)
     for axis in axes[1]:
         axis.set_xlabel("update")
-    axes[0, 0].legend(fontsize="small")
+    if bands.keys() & set(PLOTTED):
+        axes[0, 0].legend(fontsize="small")
     figure.suptitle("Mean and range over runs")
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,32 +30,46 @@ def build_trainer(arm: Arm, shape: str, noise: torch.Generator) -> PreTrainedMod
     align(model, arm.trainer)
     if arm.layers is not None:
         _return_to_stock(model, arm.layers, arm.trainer)
-    if arm.noise == "rope":
+    if arm.noise in ("rope", "rope fixed"):
         for layer in model.model.layers:
-            layer.self_attn.forward = NoisyAttention(layer.self_attn, arm.trainer, noise).forward
+            fixed = arm.noise == "rope fixed"
+            layer.self_attn.forward = NoisyAttention(layer.self_attn, arm.trainer, noise, fixed).forward
     return model
 
 
 class NoisyAttention(AlignedAttention):
-    """Attention whose rotated queries and keys are moved by as much as `STOCK` would move them, in a random direction."""
+    """Attention whose rotated queries and keys are moved by as much as `STOCK` would move them, in a random direction: a fresh
+    one each time, or the same for all sequences and all passes of a run, which differs between layers."""
 
-    def __init__(self, module: nn.Module, schedule: str, noise: torch.Generator) -> None:
+    def __init__(self, module: nn.Module, schedule: str, noise: torch.Generator, fixed: bool) -> None:
         super().__init__(module, "self_attn", None, RoundingSchedule.parse(schedule))
         self.stock = AlignedAttention(module, "self_attn", None, RoundingSchedule.parse(STOCK))
-        self.noise = noise
+        self.noise, self.fixed = noise, fixed
 
     def _rotate(self, unaligned: Callable[..., tuple[Tensor, Tensor]], *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         aligned = super()._rotate(unaligned, *args, **kwargs)
         with torch.no_grad():
             stock = self.stock._rotate(unaligned, *args, **kwargs)
-        query, key = (moved_at_random(a, s, self.noise) for a, s in zip(aligned, stock, strict=True))
+        query, key = map(self._moved, aligned, stock)
         return query, key
 
+    def _moved(self, aligned: Tensor, stock: Tensor) -> Tensor:
+        """Query or key [batch, heads, places, head_dim]."""
+        if not self.fixed:
+            return moved(aligned, stock, random_signs(aligned.shape, self.noise))
+        attention: Any = self.module
+        same_in_every_pass = torch.Generator().manual_seed(1000 * self.noise.initial_seed() + attention.layer_idx)
+        directions = random_signs((1, *aligned.shape[1:]), same_in_every_pass)
+        return moved(aligned, stock, directions * (stock - aligned.detach()).sign())
 
-def moved_at_random(here: Tensor, there: Tensor, noise: torch.Generator) -> Tensor:
-    """`here` plus or minus its distance to `there`, each element's sign drawn anew; the gradient is that of `here`."""
-    sign = torch.randint(2, here.shape, generator=noise) * 2 - 1
-    distance = (there.detach().double() - here.detach().double()) * sign
+
+def random_signs(shape: Sequence[int], noise: torch.Generator) -> Tensor:
+    return torch.randint(2, tuple(shape), generator=noise) * 2 - 1
+
+
+def moved(here: Tensor, there: Tensor, signs: Tensor) -> Tensor:
+    """`here` and the way to `there`, in the direction of `there` or away from it; the gradient is that of `here`."""
+    distance = (there.detach().double() - here.detach().double()) * signs
     return here + distance.to(here.dtype)
 
 

@@ -42,6 +42,9 @@ class Run:
 
     def __post_init__(self) -> None:
         arm_named(self.arm)
+        for name in ("key_size", "baseline", "lr"):  # 1 and 1.0 are one setting, in a file's name and in the loop
+            if isinstance(value := getattr(self, name), int):
+                object.__setattr__(self, name, float(value))
         if self.shape not in SHAPES:
             raise UsageError(f"unknown shape {self.shape!r}{suggest(self.shape, list(SHAPES))}")
         if isinstance(self.baseline, str) and self.baseline not in GROUP_BASELINES:
