@@ -412,22 +412,40 @@ def test_runs_of_a_condition_are_compared_with_each_other_only() -> None:
     assert mechanism.correlation_interval(between, target, condition_of)[0] < 0.5  # two conditions prove little
 
 
-def test_the_mechanism_is_reported_with_what_predicts_collapse(tmp_path: Path) -> None:
+def _measured(run: Run, systematic2: float, directory: Path) -> None:
+    path = mechanism.bias_path(run, directory)
+    path.parent.mkdir(exist_ok=True)
+    of_batches = {"batch2": 3.0, "bias2": 0.5, "gradient2": 0.2, "along": 0.0, "k3": 1e-3, "advantage": -0.65}
+    path.write_text(json.dumps({"bias": of_batches | {"systematic2": systematic2, "systematic2_stderr": 0.1}}))
+
+
+def test_the_mechanism_is_reported_with_what_predicts_the_loss(tmp_path: Path) -> None:
     finished = []
     for sft_seed in range(8):
-        for arm, final, systematic in (("none", 0.02 + sft_seed / 50, 0.9 - sft_seed / 10), ("rope", 0.6, 0.01)):
-            run, done = _finished(arm, final, sft_seed, 0)
-            finished.append((run, done))
-            of_batches = {"batch2": 3.0, "bias2": 0.5, "gradient2": 0.2, "along": 0.0, "k3": 1e-3, "advantage": -0.65}
-            path = mechanism.bias_path(run, tmp_path)
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(json.dumps({"bias": of_batches | {"systematic2": systematic, "systematic2_stderr": 0.1}}))
-    assert mechanism.mechanism_report([_finished("all", 0.6, 0, 0)], tmp_path) == ""
+        for arm, final, systematic2 in (
+            ("none", 0.16 - sft_seed / 50, 0.1 + sft_seed / 10),
+            ("rope", 0.5, 0.01),
+            ("all", 0.6, 0),
+        ):
+            finished.append(_finished(arm, final, sft_seed, 0))
+            _measured(finished[-1][0], systematic2, tmp_path)
     text = mechanism.mechanism_report(finished, tmp_path)
-    assert "| none | 8 | 7 | 0.27 | 0.001 | 3 | 0.2 | 0.5 | 0.55 ± 0.04 | 0 |" in text
-    [systematic] = [line for line in text.splitlines() if line.startswith("| systematic bias |")]
-    assert systematic.startswith("| systematic bias | -1.00 |")
+    assert "| none | 8 | 7 | +0.51 | 0.001 | 3 | 0.2 | 0.5 | 0.45 ± 0.04 | 0 |" in text
+    assert "| rope | 8 | 0 | +0.10 |" in text
+    assert "| all |" not in text
+    [primary] = [line for line in text.splitlines() if line.startswith(f"| {mechanism.PRIMARY} |")]
+    assert primary.startswith(f"| {mechanism.PRIMARY} | +1.00 |")
     assert "| k3 | +0.00 | +0.00 to +0.00 | +0.00 | +0.00 to +0.00 |" in text
+
+
+def test_a_loss_is_that_against_the_aligned_run_of_the_same_start(tmp_path: Path) -> None:
+    for run in (Run("none", 0, 0), Run("none", 1, 0), Run("none", 0, 0, lr=1e-3), Run("none", 0, 0, updates=9)):
+        _measured(run, 0.1, tmp_path)
+    finished = [_finished("none", 0.2, 0, 0), _finished("all", 0.5, 0, 0), _finished("none", 0.2, 1, 0)]
+    finished += [_finished(arm, 0.2, 0, 0, lr=1e-3) for arm in ("none", "all")]
+    [case] = mechanism.cases(finished, tmp_path)
+    assert case.run == Run("none", 0, 0)
+    assert case.lost == pytest.approx(0.3)
 
 
 @pytest.mark.parametrize("arm", ["aligned-forward", "placebo-logits", "tis", "fp16"])

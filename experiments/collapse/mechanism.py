@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import statistics
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import numpy as np
 import torch
 from experiments.collapse import loop, pocket, sides, task
 from experiments.collapse.arms import arm_named
-from experiments.collapse.report import RESAMPLES, Records, Summary, summarise
+from experiments.collapse.report import RESAMPLES, Records, Summary, collapsed_of, summarise
 from experiments.collapse.spec import Run
 from numpy.typing import NDArray
 from torch import Tensor
@@ -31,15 +32,16 @@ LARGE = 8
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
+PRIMARY = "mean bias² / gradient²"
 PREDICTORS: dict[str, Callable[[dict[str, Any]], float]] = {
+    PRIMARY: lambda m: m["systematic2"] / m["batch2"],
+    "bias², one batch / gradient²": lambda m: m["bias2"] / m["batch2"],
+    "along / gradient²": lambda m: m["along"] / m["batch2"],
     "k3": lambda m: m["k3"],
-    "whole bias / gradient": lambda m: (m["bias2"] / m["batch2"]) ** 0.5,
-    "systematic bias": lambda m: m["systematic2"],
-    "systematic bias / gradient": lambda m: m["systematic2"] / m["batch2"],
-    "systematic bias along the gradient": lambda m: m["along"] / m["batch2"],
     "mean advantage": lambda m: m["advantage"],
     "size of the keys": lambda m: m["key_size"],
 }
+"""What may tell how much a run will lose. `gradient²` is that of one batch, by which Adam's steps are scaled."""
 
 
 def measure(run: Run, weights: list[Tensor]) -> dict[str, Any]:
@@ -108,73 +110,81 @@ def bias_path(run: Run, directory: Path) -> Path:
 # -- what it predicts -------------------------------------------------------------------------------------------------
 
 
-def mechanism_report(finished: Iterable[tuple[Run, Records]], directory: Path) -> str:
-    """The measured biases, and the rank correlation of each with how much of its reward a run kept. Empty without any."""
-    rows = []
-    for run, records in finished:
-        if bias_path(run, directory).exists():
+@dataclass(frozen=True)
+class Case:
+    """A run with what was measured at its start, and its twin: the aligned run from the same weights and seed."""
+
+    run: Run
+    measured: dict[str, Any]
+    summary: Summary
+    twin: Summary
+
+    @property
+    def lost(self) -> float:
+        """Final reward that the twin has and this run has not."""
+        return self.twin.final_reward - self.summary.final_reward
+
+
+def cases(finished: Iterable[tuple[Run, Records]], directory: Path) -> list[Case]:
+    """The runs at the default learning rate and length whose bias has been measured and whose twin has been made."""
+    summaries = {run: summarise(run, records) for run, records in finished}
+    out = []
+    for run, summary in summaries.items():
+        twin = replace(run, arm="all")
+        usual = Run(run.arm, run.sft_seed, run.seed, run.shape, run.key_size, run.baseline)
+        if run == usual and run != twin and twin in summaries and bias_path(run, directory).exists():
             measured = json.loads(bias_path(run, directory).read_text())["bias"] | {"key_size": run.key_size}
-            rows.append((run, measured, summarise(run, records)))
-    if not rows:
+            out.append(Case(run, measured, summary, summaries[twin]))
+    return out
+
+
+def mechanism_report(finished: Iterable[tuple[Run, Records]], directory: Path) -> str:
+    """The measured biases, and the rank correlation of each with the reward that was lost. Empty without any."""
+    measured = cases(finished, directory)
+    if not measured:
         return ""
-    conditions = dict.fromkeys(run.condition for run, _, _ in rows)
-    heads = (
-        "condition",
-        "runs",
-        "collapsed",
-        "reward kept",
-        "k3",
-        "gradient², one batch",
-        "mean gradient²",
-        "bias², one batch",
-    )
-    lines = [f"| {' | '.join(heads)} | mean bias² | along |", "|---" * 10 + "|"]
+    conditions = list(dict.fromkeys(case.run.condition for case in measured))
+    gradients = ("gradient², one batch", "mean gradient²", "bias², one batch", "mean bias²", "along")
+    heads = ("condition", "runs", "collapsed", "reward lost", "k3", *gradients)
+    lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for condition in conditions:
-        of_condition = [measured for run, measured, _ in rows if run.condition == condition]
-        summaries = [summary for run, _, summary in rows if run.condition == condition]
-        cells = [f"{sum(summary.collapsed_at is not None for summary in summaries)}"]
-        cells.append(f"{statistics.fmean(map(kept, summaries)):.2f}")
-        cells.append(f"{statistics.fmean(measured['k3'] for measured in of_condition):.2g}")
+        of_condition = [case for case in measured if case.run.condition == condition]
+        cells = [
+            f"{collapsed_of([case.summary for case in of_condition])}",
+            f"{statistics.fmean(case.lost for case in of_condition):+.2f}",
+            f"{statistics.fmean(case.measured['k3'] for case in of_condition):.2g}",
+        ]
         for name in ("batch2", "gradient2", "bias2", "systematic2", "along"):
-            mean = statistics.fmean(measured[name] for measured in of_condition)
-            errors = [measured.get(f"{name}_stderr", 0.0) for measured in of_condition]
+            mean = statistics.fmean(case.measured[name] for case in of_condition)
+            errors = [case.measured.get(f"{name}_stderr", 0.0) for case in of_condition]
             stderr = sum(error**2 for error in errors) ** 0.5 / len(errors)
             cells.append(f"{mean:.3g} ± {stderr:.1g}" if stderr else f"{mean:.3g}")
         lines.append(f"| {condition} | {len(of_condition)} | {' | '.join(cells)} |")
 
-    kept_all = np.array([kept(summary) for _, _, summary in rows])
-    condition_of = np.array([list(conditions).index(run.condition) for run, _, _ in rows])
-    warm_up_of = np.array([run.sft_seed for run, _, _ in rows])
+    lost = np.array([case.lost for case in measured])
+    condition_of = np.array([conditions.index(case.run.condition) for case in measured])
+    warm_up_of = np.array([case.run.sft_seed for case in measured])
+    large = np.bincount(condition_of)[condition_of] >= LARGE
     lines += [
         "",
-        f"Rank correlation with the reward kept, and its 95 % interval: over all {len(rows)} runs (conditions drawn anew), and",
-        f"within conditions of at least {LARGE} runs, ranks being those among the runs of a condition (warm-ups drawn anew).",
+        f"Rank correlation with the reward lost, and its 95 % interval: over all {len(measured)} runs (conditions and warm-ups",
+        f"drawn anew), and within conditions of at least {LARGE} runs, {large.sum()} in all (warm-ups drawn anew).",
         "",
         "| measured at the start | over all runs | | within conditions | |",
         "|---|---|---|---|---|",
     ]
-    sizes = np.bincount(condition_of)
-    large = sizes[condition_of] >= LARGE
     for name, predictor in PREDICTORS.items():
-        values = np.array([predictor(measured) for _, measured, _ in rows])
-        cells = correlation_cells(values, kept_all, condition_of)
+        values = np.array([predictor(case.measured) for case in measured])
+        cells = correlation_cells(values, lost, condition_of, warm_up_of)
         if large.any():
-            cells += correlation_cells(
-                ranks_within(values[large], condition_of[large]),
-                ranks_within(kept_all[large], condition_of[large]),
-                warm_up_of[large],
-            )
+            within = (ranks_within(column[large], condition_of[large]) for column in (values, lost))
+            cells += correlation_cells(*within, warm_up_of[large])
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def kept(summary: Summary) -> float:
-    """What part of its first reward a run ends with."""
-    return summary.final_reward / summary.first_reward
-
-
-def correlation_cells(x: Floats, y: Floats, cluster_of: Ints) -> list[str]:
-    low, high = correlation_interval(x, y, cluster_of)
+def correlation_cells(x: Floats, y: Floats, *clusterings: Ints) -> list[str]:
+    low, high = correlation_interval(x, y, *clusterings)
     return [f"{rank_correlation(x, y):+.2f}", f"{low:+.2f} to {high:+.2f}"]
 
 
@@ -200,13 +210,22 @@ def rank_correlation(x: Floats, y: Floats) -> float:
     return float(np.corrcoef(ranks(x), ranks(y))[0, 1])
 
 
-def correlation_interval(x: Floats, y: Floats, cluster_of: Ints) -> tuple[float, float]:
-    """95 % interval of the rank correlation: a bootstrap over clusters of runs."""
+def correlation_interval(x: Floats, y: Floats, *clusterings: Ints) -> tuple[float, float]:
+    """95 % interval of the rank correlation: a bootstrap over clusters of runs.
+
+    Each of `clusterings` gives every run's cluster. Of several, clusters of each are drawn, and a run counts as often as all of
+    its own were drawn.
+    """
     rng = np.random.default_rng(0)
-    members = [np.flatnonzero(cluster_of == cluster) for cluster in np.unique(cluster_of)]
+    cluster_of = [np.unique(clustering, return_inverse=True)[1] for clustering in clusterings]
     drawn = []
     for _ in range(RESAMPLES):
-        indices = np.concatenate([members[i] for i in rng.integers(len(members), size=len(members))])
-        drawn.append(rank_correlation(x[indices], y[indices]))
+        times = np.ones(len(x), np.int64)
+        for of in cluster_of:
+            clusters = int(of.max()) + 1
+            times *= np.bincount(rng.integers(clusters, size=clusters), minlength=clusters)[of]
+        chosen = np.repeat(np.arange(len(x)), times)
+        if len(chosen) > 0:
+            drawn.append(rank_correlation(x[chosen], y[chosen]))
     low, high = np.percentile(drawn, [2.5, 97.5])
     return float(low), float(high)
