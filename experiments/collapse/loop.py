@@ -19,6 +19,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from tripoint.errors import MeasurementError
+from tripoint.rl.watch import mismatch
 
 PROMPTS_PER_UPDATE, SAMPLES = 16, 8
 SFT_BATCH, SFT_LR, SFT_TARGET, SFT_MOST_UPDATES = 128, 1e-3, 0.34, 3000
@@ -249,7 +250,7 @@ def _train(run: Run, weights: list[Tensor]) -> Iterator[dict[str, Any]]:
             "reward": batch.rewards.mean().item(),
             "entropy": batch.entropies.mean().item(),
             "grad_norm": gradient.norm().item(),
-            **mismatch(d),
+            **mismatch(d.flatten().numpy()),
         }
         finite = math.isfinite(record["grad_norm"])
         if not finite and arm.trainer_dtype != "float16":  # there the scaler will skip this update
@@ -273,15 +274,3 @@ def gradient_bias(gradient: Tensor, reference: Tensor) -> dict[str, float]:
         return {"bias": 0.0, "bias_cosine": 0.0}
     cosine = (difference @ reference) / (size * length) if size > 0 else torch.zeros(())
     return {"bias": (size / length).item(), "bias_cosine": cosine.item()}
-
-
-def mismatch(d: Tensor) -> dict[str, float]:
-    """What RL frameworks log about d = logp_trainer - logp_engine, nats, FP64, any shape."""
-    ratio = d.exp()
-    return {
-        "k1": -d.mean().item(),
-        "k3": (d.expm1() - d).mean().item(),
-        "ess": (ratio.sum() ** 2 / (ratio.numel() * ratio.square().sum())).item(),
-        "max_ratio": ratio.max().item(),
-        "max_abs": d.abs().max().item(),
-    }

@@ -23,6 +23,8 @@ from experiments.collapse.spec import Run
 from numpy.typing import NDArray
 from torch import Tensor
 
+from tripoint.rl.watch import mismatch
+
 BATCHES = 32
 FP16_SCALE = 1024.0
 """Of the loss where gradients are FP16: no batch at a run's start overflows with it."""
@@ -66,7 +68,7 @@ def measure(run: Run, weights: list[Tensor]) -> dict[str, Any]:
         loss, d, carrier = loop.policy_loss(arm, trainer, engine, noise, batch)
         gradients.append(loop.engine_gradient(engine, batch, scaler).double())
         differences.append(loop.gradient_of(loss, carrier, scaler).double() - gradients[-1])
-        k3.append(loop.mismatch(d)["k3"])
+        k3.append(mismatch(d.flatten().numpy())["k3"])
         advantages.append(batch.advantages.mean().item())
     of_difference, of_gradient = torch.stack(differences), torch.stack(gradients)
     products = {

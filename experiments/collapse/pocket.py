@@ -7,13 +7,13 @@ whole sequence, and the only differences left between a trainer and an engine ar
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tripoint.rl.exact import make_exact
 
 VOCABULARY = 20
 LAYERS = 4
@@ -51,10 +51,8 @@ def build(shape: str, dtype: torch.dtype) -> PreTrainedModel:
         **_NO_SPECIAL_TOKENS,
         **SHAPES[shape],
     )
-    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="fp64")  # type: ignore[no-untyped-call]
-    for module in model.modules():
-        if isinstance(module, nn.Linear):
-            module.forward = partial(_linear, module)  # type: ignore[method-assign]
+    model: Any = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+    make_exact(model)
     return model.eval()  # type: ignore[no-any-return]
 
 
@@ -94,36 +92,3 @@ def copy_weights(target: PreTrainedModel, weights: list[Tensor]) -> None:
     """Write `weights`, in the order of `parameters()`, into `target`, rounded to its dtype."""
     with torch.no_grad():
         torch._foreach_copy_(list(target.parameters()), weights)
-
-
-def _linear(linear: nn.Linear, x: Tensor) -> Tensor:
-    bias = None if linear.bias is None else linear.bias.double()
-    return nn.functional.linear(x.double(), linear.weight.double(), bias).to(x.dtype)
-
-
-def _attention(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attention_mask: Tensor | None,
-    scaling: float,
-    **_: Any,
-) -> tuple[Tensor, None]:
-    """Causal attention of `query` [batch, heads, new, head_dim] over `key`, `value` [batch, KV heads, all, head_dim].
-
-    Returns [batch, new, heads, head_dim]. Nothing is padded here, so there is no mask to apply.
-    """
-    batch, heads, new, head_dim = query.shape
-    kv_heads, length = key.shape[1:3]
-    grouped = query.double().reshape(batch, kv_heads, -1, head_dim)
-    scores = (grouped @ key.double().transpose(2, 3)).view(batch, kv_heads, -1, new, length) * scaling
-    if new > 1:
-        future = torch.ones(new, length, dtype=torch.bool).triu(length - new + 1)
-        scores = scores.masked_fill(future, -torch.inf)
-    attended = scores.softmax(-1).view(batch, kv_heads, -1, length) @ value.double()
-    return attended.view(batch, heads, new, head_dim).to(query.dtype).transpose(1, 2).contiguous(), None
-
-
-# transformers looks attention functions up in a table of its own by the name in the model's configuration.
-ALL_ATTENTION_FUNCTIONS.register("fp64", _attention)

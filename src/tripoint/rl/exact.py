@@ -42,9 +42,10 @@ def _attention(
     kv_heads, length = key.shape[1:3]
     grouped = query.double().reshape(batch, kv_heads, -1, head_dim)
     scores = (grouped @ key.double().transpose(2, 3)).view(batch, kv_heads, -1, new, length) * scaling
-    future = torch.ones(new, length, dtype=torch.bool, device=query.device).triu(length - new + 1)
-    weights = scores.masked_fill(future, -torch.inf).softmax(-1)
-    attended = weights.view(batch, kv_heads, -1, length) @ value.double()
+    if new > 1:
+        future = torch.ones(new, length, dtype=torch.bool, device=query.device).triu(length - new + 1)
+        scores = scores.masked_fill(future, -torch.inf)
+    attended = scores.softmax(-1).view(batch, kv_heads, -1, length) @ value.double()
     return attended.view(batch, heads, new, head_dim).to(query.dtype).transpose(1, 2).contiguous(), None
 
 
