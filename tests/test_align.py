@@ -187,7 +187,7 @@ def test_the_record_names_every_module_with_its_rounding_before_and_after() -> N
     moved = align(model, "R4 S3 N3 carry=[1,3]")
     by_name = {site.module: (site.before, site.after) for site in moved.sites}
     assert by_name["model.layers.0.self_attn"] == ("R3", "R4")
-    assert by_name["model.layers.0"] == ("carry=layer", "carry=[1, 3]")
+    assert by_name["model.layers.0"] == ("carry=layer", "carry=[1,3]")
 
 
 def test_the_record_speaks_of_qk_norms_only_where_there_are_any() -> None:

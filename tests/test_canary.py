@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -652,9 +652,52 @@ def test_a_stack_left_with_canary_weights_says_so(running: HFStack, tmp_path: Pa
         fingerprint_in_place(running, tmp_path)
 
 
+def test_why_the_asking_ended_is_what_is_raised(running: HFStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a note if the weights are not back, too."""
+    before = {name: tensor.clone() for name, tensor in running.weights()}
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(asking, "ask", interrupted)
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fingerprint_in_place(running, tmp_path)
+    assert not hasattr(caught.value, "__notes__")
+    assert all(torch.equal(tensor, before[name]) for name, tensor in running.weights())
+
+    (tmp_path / "model.safetensors").unlink()
+    with pytest.raises(KeyboardInterrupt) as caught:
+        fingerprint_in_place(running, tmp_path)
+    (note,) = caught.value.__notes__
+    assert "does not hold its model's weights any more" in note
+    assert "has no *.safetensors" in note
+
+
+def test_a_stack_that_died_gets_no_weights_back(running: HFStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[int] = []
+
+    def dies(*args: Any) -> None:
+        running.closed = True
+        raise MeasurementError("the engine died")
+
+    monkeypatch.setattr(asking, "ask", dies)
+    monkeypatch.setattr(running, "load_weights", lambda weights: loaded.append(1))
+    with pytest.raises(MeasurementError, match="the engine died"):
+        fingerprint_in_place(running, tmp_path)
+    assert len(loaded) == 1
+
+
+def test_files_that_transformers_does_not_load_do_not_go_back(running: HFStack, tmp_path: Path) -> None:
+    weights = load_file(tmp_path / "model.safetensors")
+    table = {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}  # as Llama 2's files hold it
+    save_file(weights | table, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file({"tok_embeddings.weight": torch.ones(4)}, tmp_path / "consolidated.safetensors")  # as Mistral's do
+    assert_reads(fingerprint_in_place(running, tmp_path), "R1 S1 N1")
+
+
 def test_weights_that_come_back_changed_are_noticed(running: HFStack, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    checkpoint = asking._checkpoint_weights
-    monkeypatch.setattr(asking, "_checkpoint_weights", lambda model: ((n, t * 1.01) for n, t in checkpoint(model)))
+    checkpoint = asking.checkpoint_weights
+    monkeypatch.setattr(asking, "checkpoint_weights", lambda model: ((n, t * 1.01) for n, t in checkpoint(model)))
     with pytest.raises(MeasurementError, match="log-probabilities are not what they were"):
         fingerprint_in_place(running, tmp_path)
 

@@ -51,7 +51,7 @@ def test_a_running_engine_is_asked_in_place(asked: tuple[Canary, Path, Stack], t
     config = AutoConfig.for_model(**replace(canary.shape, full=True).config)
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(tmp_path)
-    engine.load_weights(asking._checkpoint_weights(tmp_path))
+    engine.load_weights(asking.checkpoint_weights(tmp_path))
     found = fingerprint_in_place(engine, tmp_path)
     assert (found.undetermined, found.findings) == ((), ())
     assert found.conditions["in place"]

@@ -166,7 +166,7 @@ def test_a_verdict_with_gaps_is_printed_saved_and_exit_code_3(run: Run, tmp_path
     assert Fingerprint.from_toml(file).undetermined == ("swiglu.silu_round", "swiglu.sig", "swiglu.cast")
 
 
-@pytest.mark.parametrize("target", ["gone/f.toml", "", "locked/f.toml"])
+@pytest.mark.parametrize("target", ["gone/f.toml", "", "locked/f.toml", "x" * 300])
 def test_a_file_that_cannot_be_written_is_known_before_anything_is_measured(
     run: Run, tmp_path: Path, asked: Asked, target: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

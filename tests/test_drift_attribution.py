@@ -163,6 +163,15 @@ def test_the_trainer_ends_as_it_was(model: Path, rollouts: list[Rollout]) -> Non
     assert not calls
 
 
+def test_tokens_go_where_the_model_is() -> None:
+    model = tiny("llama", tie_word_embeddings=False).to("meta")
+    seen: list[str] = []
+    model.model.embed_tokens.register_forward_pre_hook(lambda module, given: seen.append(given[0].device.type))
+    with pytest.raises(RuntimeError, match="meta"):  # where numbers have no values, so that it gets no further
+        local_errors(model, torch.tensor([[5, 6, 7]]), TRAINER, ENGINE)
+    assert seen == ["meta"]
+
+
 def test_local_errors_grow_from_the_operation_that_moves(model: Path, rollouts: list[Rollout]) -> None:
     trainer = open_stack("hf", model)
     assert isinstance(trainer, HFStack)

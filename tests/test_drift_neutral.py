@@ -8,6 +8,7 @@ import pytest
 
 from tiny import VOCABULARY, tiny
 from tripoint.drift.neutral import MIN_SEQUENCES, most_neutral, neutral_rollouts
+from tripoint.drift.prompts import prompt_ids
 from tripoint.errors import UsageError
 from tripoint.models import resolve_model
 
@@ -33,6 +34,16 @@ def test_more_than_the_text_has_is_refused() -> None:
     for more in (most + 1, 50000):
         with pytest.raises(UsageError, match="ask for fewer"):
             neutral_rollouts(model, 49152, more)
+
+
+@pytest.mark.parametrize("text", ["version https://git-lfs.github.com/spec/v1", "{", '{"model": {"type": "BPE"}}'])
+def test_a_tokenizer_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
+    tiny("llama").save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(text)
+    for read in (lambda: neutral_rollouts(tmp_path, VOCABULARY, 800), lambda: prompt_ids(tmp_path, VOCABULARY)):
+        with pytest.raises(UsageError, match=f"`{tmp_path}`: transformers cannot read its tokenizer") as caught:
+            read()
+        assert "\n" not in str(caught.value)
 
 
 def test_a_checkpoint_without_a_tokenizer_gets_random_tokens(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from safetensors.torch import save_file
 from transformers import AutoConfig
 
 from tiny import LAYERS, tiny
@@ -217,10 +218,19 @@ def test_what_equal_schedules_leave_is_unexplained(model: Path) -> None:
 
 @pytest.mark.parametrize("to", [None, "R3 S3 N3"])
 def test_a_model_that_no_schedule_can_be_given_is_refused_at_once(tmp_path: Path, to: str | None) -> None:
-    AutoConfig.for_model("phi3").save_pretrained(tmp_path)  # and no weights, so that nothing can have been measured
-    (tmp_path / "model.safetensors").touch()
+    AutoConfig.for_model("phi3").save_pretrained(tmp_path)
+    save_file({}, tmp_path / "model.safetensors")  # no weights, so that nothing can have been measured
     with pytest.raises(UsageError, match="phi3"):
         measured(tmp_path, "emulated:R3 S3 N3", to=to)
+
+
+@pytest.mark.parametrize("kind", ["t5", "clip"])
+def test_a_model_that_predicts_no_next_token_is_refused_at_once(tmp_path: Path, kind: str) -> None:
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match=f"no causal language model of type {kind}") as caught:
+        measured(tmp_path, "emulated:R3 S3 N3")
+    assert "\n" not in str(caught.value)
 
 
 def test_a_trainer_that_cannot_be_aligned_is_refused(model: Path) -> None:

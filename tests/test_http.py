@@ -262,6 +262,12 @@ def test_text_without_a_tokenizer(stack: HttpStack, server: FakeServer, director
         read(stack, server, "the")
 
 
+def test_text_with_a_tokenizer_that_cannot_be_read(stack: HttpStack, server: FakeServer, directory: Path) -> None:
+    (directory / "tokenizer.json").write_text("{")
+    with pytest.raises(UsageError, match="cannot read its tokenizer"):
+        read(stack, server, "the")
+
+
 # --- the server and its models
 
 
@@ -321,6 +327,13 @@ def test_an_api_key_comes_from_the_environment(server: FakeServer, directory: Pa
     monkeypatch.setenv("OPENAI_API_KEY", "secret")
     wait_for(server.url, directory)
     assert HttpStack(server.url, directory).served == "checkpoint"
+
+
+@pytest.mark.parametrize("url", ["http://localhost:port", "http://", "http://[::1", "http://.a"])
+def test_what_is_no_address_is_not_waited_for(directory: Path, url: str) -> None:
+    for ask in (lambda: HttpStack(url, directory), lambda: wait_for(url, directory, 5.0)):
+        with pytest.raises(UsageError, match="is not the address of a server"):
+            ask()
 
 
 def test_waiting_ends_when_the_model_is_served(server: FakeServer, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:

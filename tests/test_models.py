@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import importlib.util
+import json
+from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 import oracle
+from tiny import tiny
 from tripoint import models
 from tripoint.errors import UsageError
-from tripoint.models import resolve_model
+from tripoint.models import checkpoint_weights, resolve_model
 from tripoint.stacks import end_tokens, vocab_size
+from tripoint.stacks.vllm import _checkpoint_shapes
 
 
 @pytest.fixture(scope="module")
@@ -136,8 +140,78 @@ def test_a_directory_must_hold_a_checkpoint(tmp_path: Path) -> None:
     assert resolve_model(str(tmp_path), weights=False) == tmp_path
     with pytest.raises(UsageError, match="is a file"):
         resolve_model(str(config))
-    (tmp_path / "model.safetensors").touch()
+    save_file({}, tmp_path / "model.safetensors")
     assert resolve_model(str(tmp_path)) == tmp_path
+
+
+def truncated(directory: Path) -> None:
+    file = directory / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+
+def pointer(directory: Path) -> None:
+    (directory / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n")
+
+
+def without_its_shard(directory: Path) -> None:
+    (directory / "model.safetensors").rename(directory / "model-00001-of-00002.safetensors")
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+
+
+def with_a_broken_index(directory: Path) -> None:
+    without_its_shard(directory)
+    (directory / "model.safetensors.index.json").write_text('{"weight_map": []}')
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (truncated, r"/model\.safetensors is missing or damaged"),
+        (pointer, r"/model\.safetensors is missing or damaged .* `git lfs pull`"),
+        (without_its_shard, r"/model-00002-of-00002\.safetensors is missing or damaged"),
+        (with_a_broken_index, r"index\.json is no index of weights"),
+    ],
+)
+def test_weights_that_are_incomplete_or_damaged_are_named(tmp_path: Path, damage: Callable[[Path], None], message: str) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    save_file({"a": torch.ones(3)}, tmp_path / "model.safetensors")
+    assert resolve_model(str(tmp_path)) == tmp_path
+    damage(tmp_path)
+    with pytest.raises(UsageError, match=message) as caught:
+        resolve_model(str(tmp_path))
+    assert "\n" not in str(caught.value)
+    assert resolve_model(str(tmp_path), weights=False) == tmp_path
+
+
+def test_weights_are_those_that_transformers_loads(tmp_path: Path) -> None:
+    """Not Mistral's second copy, nor the table that Llama 2's files hold, nor shards beside a whole file."""
+    tiny("llama", tie_word_embeddings=False).save_pretrained(tmp_path)
+    whole = tmp_path / "model.safetensors"
+    weights = load_file(whole)
+    metadata = {"format": "pt"}
+    save_file(weights | {"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}, whole, metadata)
+    save_file({"tok_embeddings.weight": torch.ones(4)}, tmp_path / "consolidated.safetensors", metadata)
+    save_file({"model.norm.weight": torch.ones(4)}, tmp_path / "model-1.safetensors", metadata)
+    index = json.dumps({"metadata": {}, "weight_map": {"model.norm.weight": "model-1.safetensors"}})
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    expected = dict(AutoModelForCausalLM.from_pretrained(tmp_path).state_dict())
+    found = dict(checkpoint_weights(tmp_path))
+    assert found.keys() == expected.keys() == weights.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
+    assert _checkpoint_shapes(tmp_path) == {name: tuple(weight.shape) for name, weight in expected.items()}
+
+
+def test_a_path_that_cannot_be_looked_up() -> None:
+    with pytest.raises(UsageError, match="cannot be read"):
+        resolve_model("x" * 300)
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRIPOINT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UsageError, match=f"`{tmp_path}/file/models` cannot be written .* TRIPOINT_CACHE"):
+        resolve_model()
 
 
 @pytest.mark.parametrize(

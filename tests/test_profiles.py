@@ -15,9 +15,9 @@ import torch
 from packaging.version import Version
 
 from tripoint import RoundingSchedule, UsageError
-from tripoint.profiles import DEVICES, Profile, profile_names, resolve_target, stacks
+from tripoint.profiles import DEVICES, Profile, documented_stacks, profile_names, resolve_target
 
-PROFILES = [profile for stack in stacks().values() for profile in stack.profiles]
+PROFILES = [profile for stack in documented_stacks().values() for profile in stack.profiles]
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def test_no_two_profiles_claim_the_same_stack_version_device_mode_and_size() -> 
 
 
 def test_every_stack_offers_its_usual_mode() -> None:
-    for stack in stacks().values():
+    for stack in documented_stacks().values():
         assert stack.mode in stack.offered("mode")
         assert stack.packages
     assert {"vllm/compiled", "vllm/eager", "hf/eager", "hf/autocast"} <= set(profile_names())
@@ -130,12 +130,15 @@ def test_the_only_documented_device_is_taken(installed: dict[str, str]) -> None:
     assert "/cuda/" in resolve_target("sglang").detail
 
 
+@pytest.mark.parametrize("cuda", [False, True])
 @pytest.mark.parametrize(("platform", "device"), [("darwin", "metal"), ("linux", "cpu")])
 def test_mlx_runs_on_metal_where_there_is_metal(
-    platform: str, device: str, installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
+    platform: str, device: str, cuda: bool, installed: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """And never on CUDA, of which nothing is documented."""
     installed["mlx"] = "0.32.4"
     monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     assert f"/{device}/" in resolve_target("mlx").detail
 
 

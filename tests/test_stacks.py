@@ -227,6 +227,15 @@ def test_draw_inverts_the_distribution() -> None:
     ]
 
 
+def test_a_damaged_tokenizer_is_named(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((model / "config.json").read_text())
+    for config, tokenizer in (("{}", "version https://git-lfs"), ("[]", "{}"), ("{}", "{}")):
+        (tmp_path / "tokenizer_config.json").write_text(config)
+        (tmp_path / "tokenizer.json").write_text(tokenizer)
+        with pytest.raises(UsageError, match=r"tokenizer\.json or tokenizer_config\.json is damaged"):
+            end_tokens(tmp_path)
+
+
 def test_unknown_checkpoint(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model", "vocab_size": 5}')
     (tmp_path / "model.safetensors").touch()
@@ -297,6 +306,34 @@ def test_vllm_that_cannot_load_shows_its_log(model: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.vllm
+def test_only_the_newest_logs_are_kept(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logs = tmp_path / "logs"
+    logs.mkdir()
+    for age in range(25):
+        (logs / f"vllm-{age}.log").touch()
+        os.utime(logs / f"vllm-{age}.log", (1e9 - age, 1e9 - age))
+
+    def interrupted(*args: Any, **kwargs: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setenv("TRIPOINT_CACHE", str(tmp_path))
+    monkeypatch.setattr(vllm_stack.subprocess, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        open_stack("vllm", model)
+    kept = {file.name for file in logs.iterdir()}
+    assert len(kept) == vllm_stack.KEPT_LOGS == 20
+    assert {f"vllm-{age}.log" for age in range(19)} < kept
+
+
+@pytest.mark.vllm
+def test_a_log_that_cannot_be_written(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRIPOINT_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UsageError, match=f"`{tmp_path}/file/logs` cannot be written"):
+        open_stack("vllm", model)
+
+
+@pytest.mark.vllm
 def test_a_load_that_breaks_halfway_is_not_used(
     engine: VllmStack, other_weights: dict[str, Tensor], model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -348,6 +385,7 @@ def test_vllm_killed_halfway(model: Path) -> None:
     assert 0 < sum(finished) < 200
     assert stack.log.read_text().splitlines()[-1] in str(caught.value)
     assert group_is_gone(worker)
+    assert stack.closed
     with pytest.raises(MeasurementError, match="has ended"):
         stack.score(rollouts())
 

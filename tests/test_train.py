@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 import tomllib
 from collections.abc import Iterable
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -25,16 +29,21 @@ from tripoint.cli import main
 from tripoint.drift.dither import read_weights
 from tripoint.errors import MeasurementError
 from tripoint.rl import families
-from tripoint.rl.config import TrainConfig
+from tripoint.rl.config import DECIDED, TrainConfig
 from tripoint.rl.policy import build_policy, fsdp2_policy
 from tripoint.rl.records import WATCHED, RunDirectory
-from tripoint.rl.runs import train_one
+from tripoint.rl.runs import prepare_for_trl, train_one
 from tripoint.rl.sync import WeightSync
 from tripoint.rl.watch import systematic
 from tripoint.schedule import RoundingSchedule
 from tripoint.stacks.emulated import EmulatedStack
 from tripoint.stacks.rollouts import read_rollouts
 from tripoint.stacks.vllm import VllmStack
+
+prepare_for_trl()
+import trl  # noqa: E402
+
+from tripoint.rl.grpo import TwoStackTrainer, grpo_config  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -93,6 +102,7 @@ def test_a_run_records_every_step_whole(stock: Path) -> None:
     about = records.about
     assert about["fingerprints"]["engine"]["code"] == ENGINE
     assert about["fingerprints"]["trainer"]["code"] == "R1 S1 N1"
+    assert about["fingerprints"]["trainer"]["conditions"]["device"] == ("cuda" if torch.cuda.is_available() else "cpu")
     assert about["target"] == ENGINE
     assert set(about["sessions"][0]["versions"]) >= {"torch", "transformers", "trl"}
 
@@ -180,6 +190,36 @@ def test_a_fixed_baseline_replaces_the_groups(tmp_path: Path) -> None:
     lengths = [len(ids) for ids in rollouts["completion_ids"]]
     weighted = sum(length * (1 - reward) for length, reward in zip(lengths, rollouts["reward"], strict=True))
     assert step["loss"] == pytest.approx(weighted / sum(lengths), rel=1e-3)
+
+
+@pytest.mark.parametrize("arm", ["none", "all", "bitwise"])
+def test_the_reference_of_the_kl_term_rounds_like_the_policy(tmp_path: Path, arm: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At the first step they have the same weights, and so no KL divergence at all."""
+    logged: list[dict[str, float]] = []
+
+    def log(self: TwoStackTrainer, logs: dict[str, float], *args: Any) -> None:
+        real(self, logs, *args)
+        logged.append(logs)
+
+    real = TwoStackTrainer.log
+    monkeypatch.setattr(TwoStackTrainer, "log", log)
+    run(tmp_path, arm=arm, lr=1e-3, grpo={"beta": 0.1})
+    assert logged[0]["kl"] == 0.0
+    assert logged[1]["kl"] > 0.0
+
+
+# -- settings ---------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_run_relies_on_is_a_setting_of_trls_that_the_file_must_leave_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert DECIDED.keys() <= {field.name for field in dataclasses.fields(trl.GRPOConfig)}
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(trl, "GRPOConfig", dataclasses.make_dataclass("Given", []))
+    monkeypatch.setattr(trl.GRPOConfig, "__init__", lambda self, **settings: given.update(settings))
+    grpo_config(TrainConfig(**settings(tmp_path, arm="tis")), tmp_path)
+    assert given.keys() - DECIDED.keys() == {"lr_scheduler_type", "gradient_checkpointing", "report_to"}
 
 
 # -- weight sync ------------------------------------------------------------------------------------------------------
@@ -355,6 +395,90 @@ def test_without_ray_an_address_is_refused(tmp_path: Path, capsys: pytest.Captur
         main(["train", str(write(tmp_path)), "--ray", "auto"])
     assert end.value.code == 2
     assert "--ray needs Ray" in capsys.readouterr().err
+
+
+def test_of_several_processes_the_first_samples_records_and_tells(tmp_path: Path) -> None:
+    """As `accelerate launch` starts them: one engine, each step recorded once, results on stdout once."""
+    path = write(tmp_path)
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    shared = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    processes = [
+        subprocess.Popen(
+            [*command(path), "--json"],
+            env=os.environ | shared | {"RANK": rank, "LOCAL_RANK": rank, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in ("0", "1")
+    ]
+    (out, said), (no_out, not_said) = (process.communicate(timeout=300) for process in processes)
+    assert [process.returncode for process in processes] == [0, 0], said + not_said
+    assert [summary["steps"] for summary in json.loads(out)] == [2]
+    assert "step 2/2" in said
+    assert no_out == ""
+    assert "step 2/2" not in not_said
+    assert len(json.loads((tmp_path / "out" / "none-seed0" / "about.json").read_text())["sessions"]) == 1
+
+
+# -- dry runs ---------------------------------------------------------------------------------------------------------
+
+
+def planned(path: Path, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, Any, str]:
+    """Exit code, the plans and what is said on stderr."""
+    with pytest.raises(SystemExit) as end:
+        main(["train", str(path), "--dry-run", "--json", *options])
+    told = capsys.readouterr()
+    return int(str(end.value.code)), json.loads(told.out or "null"), told.err
+
+
+def test_a_plan_is_json_if_asked_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, [none, all_], _ = planned(write(tmp_path, arm=["none", "all"]), capsys)
+    assert code == 0
+    assert (none["trainer"], all_["trainer"]) == ("R1 S1 N1 qk=both", ENGINE)
+    assert all_["step"].startswith("4 prompts x 4 completions of up to 8 tokens")
+
+
+def test_where_an_engine_is_not_installed_its_schedule_is_left_to_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def version(package: str) -> str:
+        raise PackageNotFoundError(package)
+
+    monkeypatch.setattr("tripoint.profiles.importlib.metadata.version", version)
+    code, plans, _ = planned(write(tmp_path, engine="vllm", arm=["none", "rope", "fp32-trainer"]), capsys)
+    assert code == 0
+    assert [plan["trainer"] for plan in plans] == ["R1 S1 N1 qk=both", "rope as the engine answers", "FP32, rounds nowhere"]
+    assert all(plan["target"].startswith("the engine will be asked at the start (profile 'vllm'") for plan in plans)
+    code, _, said = planned(write(tmp_path, engine="vllm", target="vlm@0.32"), capsys)
+    assert (code, said.count("\n")) == (2, 1)  # what the user names must be there
+
+
+def test_a_plan_needs_a_models_configuration_only(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def download(name: str, **options: Any) -> str:
+        asked.append(options)
+        AutoConfig.for_model(**SHAPES["qwen2.5-1.5b"]).save_pretrained(tmp_path / "snapshot")
+        return str(tmp_path / "snapshot")
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    code, [plan], _ = planned(write(tmp_path, model="Qwen/Qwen2.5-1.5B"), capsys)
+    assert code == 0
+    assert "28 layers, 1,543.7M" in plan["model"]
+    assert [options["allow_patterns"] for options in asked] == [["config.json"]]
+
+
+def test_a_plan_refuses_what_the_run_would(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    problems = tmp_path / "problems.jsonl"
+    problems.write_text('{"prompt": "1 + 1 =", "answer": "2"}\n')
+    code, _, said = planned(write(tmp_path, task=f"file:{problems}"), capsys)
+    assert code == 2
+    assert "model `tiny:qwen2` is warmed up on a task that is made here" in said
 
 
 # -- recipes ----------------------------------------------------------------------------------------------------------

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +59,22 @@ def test_arguments_replace_the_files_arm_and_seed(tmp_path: Path) -> None:
         ({"arm": "rop"}, "unknown arm 'rop'; nearest: rope"),
         ({"arm": []}, "arm=[]: give each once"),
         ({"engine": "vlm"}, "unknown stack `vlm`"),
-        ({"engine": "http://localhost:1"}, "cannot be given new weights"),
+        ({"arm": [["none"]]}, "arm=['none']: expected str"),
+        ({"seed": {"a": 1}}, "seed={'a': 1}: expected int"),
+        ({"seed": [0, 0]}, "seed=[0, 0]: give each once"),
+        ({"seed": -1}, "seed=-1: give 0 to 4294967295"),
+        ({"seed": 2**32}, "seed=4294967296: give 0 to 4294967295"),
+        ({"engine": "http://localhost:1"}, "is none for training: use vllm, vllm:eager, mlx or emulated:TARGET"),
+        ({"engine": "hf:compile"}, "is none for training: use vllm, vllm:eager, mlx or emulated:TARGET"),
+        ({"engine": "mlx", "arm": "fp16"}, "needs an engine in float16: engine must be vllm or emulated:TARGET"),
         ({"weights": "fp32"}, "weights='fp32'; nearest: fp32-masters"),
         ({"weights": "bf16", "arm": "fp16"}, "weights must be 'fp32-masters'"),
         ({"arm": "bitwise", "engine": "vllm"}, "engine must be 'emulated:TARGET'"),
-        ({"grpo": {"learning_rate": 1.0}}, "[grpo] learning_rate: decided by `lr`"),
+        ({"grpo": {"learning_rate": 1.0}}, "[grpo] learning_rate: decided by `lr`; leave it out"),
+        ({"grpo": {"save_strategy": "no"}}, "[grpo] save_strategy: decided by `checkpoint_every`"),
+        ({"grpo": {"top_k": 1}}, "[grpo] top_k: decided by `engine`"),
+        ({"grpo": {"logging_steps": 2}}, "[grpo] logging_steps: decided by the run's records"),
+        ({"grpo": {"use_liger_kernel": True}}, "[grpo] use_liger_kernel: decided by `arm`"),
         ({"engine_options": {"max_num_seq": 3}}, "[engine_options] unknown key 'max_num_seq'; nearest: max_num_seqs"),
         ({"engine_options": {"dtype": "float16"}}, "[engine_options] dtype: decided by `arm`"),
         ({"watch_every": 5, "arm": "fp16"}, "drift is measured between BF16 stacks"),
@@ -152,7 +168,14 @@ def test_shots_are_solved_problems_of_the_task() -> None:
         ("sort", "abc", "abc", 1.0),
         ("file:x", "so \\boxed{1}, no: \\boxed{42}", "42", 1.0),
         ("file:x", "\\boxed{7} and 42", "42", 0.0),
+        ("file:x", "so \\boxed{\\frac{1}{2}}.", "\\frac{1}{2}", 1.0),
+        ("file:x", "\\boxed{1} or \\boxed{\\frac{1}{2}}", "1", 0.0),
+        ("file:x", "\\boxed{42}, so \\boxed{4", "42", 1.0),  # cut off in the second
         ("file:x", "it is 1,042 in all", "1042", 1.0),
+        ("file:x", "it is 1,042 in all", "1,042", 1.0),
+        ("file:x", "it is 1042,", "1,042", 1.0),
+        ("file:x", "the pair 10,42", "1042", 0.0),
+        ("file:x", "\\boxed{1,042}", "1042", 1.0),
         ("file:x", "I do not know", "42", 0.0),
     ],
 )
@@ -164,6 +187,9 @@ def test_a_file_of_problems(tmp_path: Path) -> None:
     path = tmp_path / "p.jsonl"
     path.write_text(json.dumps({"prompt": "1+1?", "answer": "2"}) + "\n")
     assert [problem.answer for problem in problems(f"file:{path}", shots=2)] == ["2"]
+    # Separators of lines that JSON allows in its strings separate no lines of the file; empty ones hold no problem.
+    path.write_text('{"prompt": "a\u2028b\x85c", "answer": "2"}\n\n{"prompt": "d", "answer": "3"}\n', encoding="utf-8")
+    assert [problem.prompt for problem in problems(f"file:{path}", shots=2)] == ["a\u2028b\x85c", "d"]
     path.write_text('{"prompt": "1+1?"}\n')
     with pytest.raises(UsageError, match="line 1: give an object with the strings"):
         problems(f"file:{path}", shots=2)
@@ -205,11 +231,57 @@ def test_resuming_keeps_what_a_complete_checkpoint_holds_and_nothing_after_it(tm
     assert len(list((records.path / "steps").iterdir())) == 4
 
 
-def test_without_a_complete_checkpoint_a_run_begins_anew(tmp_path: Path) -> None:
+def test_without_a_complete_checkpoint_a_run_begins_anew_and_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     records = begun(tmp_path)
+    assert capsys.readouterr().err == ""
     records.write(record(1), {"completion_ids": [[1]]})
     assert run_directory(tmp_path).begin() is None
     assert records.steps() == []
+    assert "1 steps after its last checkpoint are made anew" in capsys.readouterr().err
+
+
+def test_a_finished_run_without_its_checkpoints_keeps_its_records(tmp_path: Path) -> None:
+    records = begun(tmp_path, steps=2)
+    for step in (1, 2):
+        records.write(record(step), {"completion_ids": [[1]]})
+    assert run_directory(tmp_path, steps=2).begin() is None
+    assert [row["step"] for row in records.steps()] == [1, 2]
+    assert len(list((records.path / "rollouts").iterdir())) == 2
+
+
+@pytest.mark.parametrize("last", ["run", "config.unfinished", "config.toml", "steps"])
+def test_a_run_that_was_killed_while_it_began_is_begun_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, last: str
+) -> None:
+    """Killed as soon as `last` was made, in whatever way files and directories are made."""
+
+    def dying(real: Callable[..., Any]) -> Callable[..., Any]:
+        def make(path: Path, *args: Any, **options: Any) -> Any:
+            made = real(path, *args, **options)
+            if last in (path.name, *(arg.name for arg in args if isinstance(arg, Path))):
+                raise KeyboardInterrupt
+            return made
+
+        return make
+
+    with monkeypatch.context() as patched:
+        for way in ("mkdir", "write_bytes", "rename"):
+            patched.setattr(Path, way, dying(getattr(Path, way)))
+        with pytest.raises(KeyboardInterrupt):
+            run_directory(tmp_path).begin()
+    begun(tmp_path)
+    with pytest.raises(UsageError, match="holds a run with steps=100, not 3"):
+        run_directory(tmp_path, steps=3)
+
+
+def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UsageError, match=r"file/run cannot be used: Not a directory; give another `out`"):
+        run_directory(tmp_path / "file").begin()
+    with pytest.raises(UsageError, match=r"file cannot be used: Not a directory; give another `out`"):
+        RunDirectory(tmp_path / "file", TrainConfig(**LEAST))
 
 
 def test_a_directory_of_another_run_is_refused(tmp_path: Path) -> None:
@@ -220,6 +292,42 @@ def test_a_directory_of_another_run_is_refused(tmp_path: Path) -> None:
     (tmp_path / "other" / "thesis.tex").touch()
     with pytest.raises(UsageError, match="holds something else than a run"):
         RunDirectory(tmp_path / "other", TrainConfig(**LEAST))
+
+
+# -- several runs -----------------------------------------------------------------------------------------------------
+
+RUNS_FOREVER = """#!/bin/sh
+echo $$ >> {pids}
+exec sleep 60
+"""
+
+
+def test_an_interrupt_ends_all_runs_and_starts_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pids = tmp_path / "pids"
+    python = tmp_path / "python"
+    python.write_text(RUNS_FOREVER.format(pids=pids))
+    python.chmod(0o755)
+    monkeypatch.setattr("sys.executable", str(python))
+    monkeypatch.setattr("tripoint.rl.runs.model_of", lambda config: None)
+
+    def interrupt() -> None:
+        while not pids.exists() or len(pids.read_text().split()) < 2:
+            time.sleep(0.01)
+        time.sleep(0.3)  # until the second one is waited for
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(SystemExit) as end:
+        main(["train", str(write(tmp_path, out=str(tmp_path / "out"), seed=[0, 1, 2, 3])), "--workers", "2"])
+    assert end.value.code == 130
+    started = [int(pid) for pid in pids.read_text().split()]
+    assert len(started) == 2
+    for pid in started:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+
+
+# -- summary ----------------------------------------------------------------------------------------------------------
 
 
 def test_a_summary_gives_the_slope_with_its_error_and_the_collapse() -> None:

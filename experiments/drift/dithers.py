@@ -43,7 +43,7 @@ def main(model_name: str, tokens: int, replicates: int) -> None:
             row = {
                 "matrix": matrix,
                 "ulps": amplitude / ULP,
-                "noise_rms": [p.noise_rms for p in pair],
+                "noise_rms": [p.noise_rms() for p in pair],
                 "variance": estimate.value,
                 "stderr": estimate.stderr,
             }

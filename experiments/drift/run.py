@@ -45,7 +45,7 @@ class Kept(Dithering):
         scored = super().score(stack, seeds, **options)
         np.save(file, scored.values)
         spent = f"{time.time() - start:.0f} s, {time.process_time() - cpu:.0f} CPU s"
-        print(f"  {len(seeds)} passes in {spent}, noise {scored.noise_rms:.4f}", flush=True)
+        print(f"  {len(seeds)} passes in {spent}, noise {scored.noise_rms():.4f}", flush=True)
         return scored
 
 

@@ -151,9 +151,9 @@ def diagnose(
 
     if out is not None:
         check_plots()
-        if out.exists() and not out.is_dir():
-            raise UsageError(f"--out {out} is a file: give a directory")
         try:
+            if out.exists() and not out.is_dir():
+                raise UsageError(f"--out {out} is a file: give a directory")
             out.mkdir(parents=True, exist_ok=True)  # now, not after minutes of measuring
             with TemporaryFile(dir=out):
                 pass
@@ -281,12 +281,15 @@ def train(
 
     configs = read_config(config, arm, seed)
     if dry_run:
-        for lines in plan_all(configs):
-            print("\n".join(lines), end="\n\n")
+        plans = list(plan_all(configs))
+        texts = ["".join(f"{what:<10} {said}\n" for what, said in plan.items()) for plan in plans]
+        print(json.dumps(plans, indent=2) if as_json else "\n".join(texts))
         return
     complete = configs
     if len(configs) == 1 and ray is None:
         train_one(configs[0])
+        if os.environ.get("RANK", "0") != "0":  # one of several processes of `accelerate launch`, whose first one tells
+            return
     else:
         complete = []
         for run, reason in train_all(configs, config, workers, ray):
@@ -364,12 +367,15 @@ def _fingerprint(stack: str, shape: CanaryShape, seed: int = 0, in_place: Path |
 
 def _check_writable(path: Path) -> None:
     """Raise UsageError if nothing can be written at `path`, so that this is known before anything is measured."""
-    if path.is_dir():
-        raise UsageError(f"{path}: cannot be written: it is a directory")
-    if not path.parent.is_dir():
-        raise UsageError(f"{path}: cannot be written: there is no directory {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UsageError(f"{path}: cannot be written: permission denied")
+    try:
+        if path.is_dir():
+            raise UsageError(f"{path}: cannot be written: it is a directory")
+        if not path.parent.is_dir():
+            raise UsageError(f"{path}: cannot be written: there is no directory {path.parent}")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise UsageError(f"{path}: cannot be written: permission denied")
+    except OSError as error:  # of a directory on the way there
+        raise UsageError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def _write(path: Path, text: str) -> None:

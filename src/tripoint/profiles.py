@@ -40,7 +40,7 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class Stack:
+class DocumentedStack:
     """A stack that has profiles: the packages that tell its version, the mode meant where none is given."""
 
     name: str
@@ -64,11 +64,11 @@ class Target:
 
 
 @cache
-def stacks() -> dict[str, Stack]:
+def documented_stacks() -> dict[str, DocumentedStack]:
     """Every stack of profiles.toml by name."""
     data = tomllib.loads(files("tripoint").joinpath("profiles.toml").read_text(encoding="utf-8"))
     return {
-        name: Stack(
+        name: DocumentedStack(
             name,
             tuple(entry["packages"]),
             entry["mode"],
@@ -92,7 +92,7 @@ def stacks() -> dict[str, Stack]:
 
 def profile_names() -> list[str]:
     """Every stack with each of its modes, as one may type it: `vllm/compiled`, `vllm/eager`, `hf/eager`, ..."""
-    return [f"{stack.name}/{mode}" for stack in stacks().values() for mode in stack.offered("mode")]
+    return [f"{stack.name}/{mode}" for stack in documented_stacks().values() for mode in stack.offered("mode")]
 
 
 def resolve_target(to: str | Path | RoundingSchedule) -> Target:
@@ -106,12 +106,12 @@ def resolve_target(to: str | Path | RoundingSchedule) -> Target:
     if isinstance(to, Path) or text.endswith(".toml"):
         return _from_file(Path(text))
     name = re.split("[@/]", text)[0]
-    if name in stacks():
-        return _from_profile(text, stacks()[name])
+    if name in documented_stacks():
+        return _from_profile(text, documented_stacks()[name])
     if any(word.partition("=")[1] or re.fullmatch(r"[A-Za-z]\d", word) for word in text.split()):
         schedule = RoundingSchedule.parse(text)
         return Target(schedule, str(schedule), f"schedule {schedule}")
-    known = [*stacks(), *profile_names(), *CODES]
+    known = [*documented_stacks(), *profile_names(), *CODES]
     raise UsageError(f"target {text!r} is not a schedule, a .toml file or a known profile{suggest(text, known)}")
 
 
@@ -142,7 +142,7 @@ def _from_file(path: Path) -> Target:
     return Target(schedule, str(path), f"schedule {schedule} from {path}{origin}")
 
 
-def _from_profile(text: str, stack: Stack) -> Target:
+def _from_profile(text: str, stack: DocumentedStack) -> Target:
     version_text, device, mode, tp = _parts(text, stack)
     version, package = _version(text, stack, version_text)
     device, device_why = (device, "as given") if device else _device(stack, package)
@@ -165,7 +165,7 @@ def _from_profile(text: str, stack: Stack) -> Target:
     )
 
 
-def _parts(text: str, stack: Stack) -> tuple[str | None, str | None, str, int]:
+def _parts(text: str, stack: DocumentedStack) -> tuple[str | None, str | None, str, int]:
     """Version and device where given, mode and tensor-parallel size."""
     head, *rest = text.split("/")
     _, _, version = head.partition("@")
@@ -187,7 +187,7 @@ def _parts(text: str, stack: Stack) -> tuple[str | None, str | None, str, int]:
     return version or None, found.get("device"), found.get("mode", stack.mode), tp
 
 
-def _version(text: str, stack: Stack, given: str | None) -> tuple[Version, str | None]:
+def _version(text: str, stack: DocumentedStack, given: str | None) -> tuple[Version, str | None]:
     """The version, and the installed package that told it where none was given."""
     if given is not None:
         try:
@@ -206,13 +206,13 @@ def _version(text: str, stack: Stack, given: str | None) -> tuple[Version, str |
     )
 
 
-def _example_version(stack: Stack) -> str:
+def _example_version(stack: DocumentedStack) -> str:
     """A version that some profile of the stack names, else 1.0."""
     named = [spec.version.removesuffix(".*") for profile in stack.profiles for spec in profile.versions if spec.operator != "<"]
     return named[0] if named else "1.0"
 
 
-def _device(stack: Stack, package: str | None) -> tuple[str, str]:
+def _device(stack: DocumentedStack, package: str | None) -> tuple[str, str]:
     """The device where none is given, and what decided it."""
     offered = stack.offered("devices")
     if len(offered) == 1:
@@ -221,6 +221,8 @@ def _device(stack: Stack, package: str | None) -> tuple[str, str]:
         return "cpu", f"of {package}"
     if "metal" in offered and sys.platform == "darwin":
         return "metal", "of this machine"
+    if "cuda" not in offered:
+        return "cpu", f"the one documented for {stack.name} on {sys.platform}"
     import torch
 
     return ("cuda", "of this machine") if torch.cuda.is_available() else ("cpu", "of this machine, which has no CUDA")

@@ -174,7 +174,7 @@ def _record(place: Place, before: RoundingSchedule, after: RoundingSchedule) -> 
 
     def words(schedule: RoundingSchedule) -> str:
         if place.kind == "layer":
-            return f"carry={list(schedule.carry) if isinstance(schedule.carry, tuple) else schedule.carry}"
+            return next((word for word in str(schedule).split() if word.startswith("carry=")), "carry=bf16")
         part: Any = getattr(schedule.norm, place.site) if place.kind == "norm" else getattr(schedule, place.site)
         angle = getattr(part, "angle", "pos*inv")
         return " ".join(

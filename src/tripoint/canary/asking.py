@@ -6,18 +6,18 @@ import platform
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
 from tripoint.canary.checkpoint import Canary, build
 from tripoint.canary.reading import Fingerprint, Observed, read
 from tripoint.canary.shape import CanaryShape
-from tripoint.errors import MeasurementError
+from tripoint.errors import MeasurementError, UsageError
+from tripoint.models import checkpoint_weights
 from tripoint.stacks.base import Rollout, Stack
 
 
@@ -65,7 +65,8 @@ def fingerprint_in_place(stack: Stack, model: Path, seed: int = 0) -> Fingerprin
     the asking ended. No checkpoint outlives the asking: a stack whose sync goes through files (`vllm`) deletes them at once.
     Its log-probabilities prove that all is as before: they must be what they were, bit by bit. `seconds` counts all of that.
 
-    Raises MeasurementError if the stack fails, if its answers are none, or if the model's weights are not back.
+    Raises MeasurementError if the stack fails, if its answers are none, or if the model's weights are not back. Where the
+    asking failed and they are not back either, a note of the error says so, unless the stack has ended with them.
     """
     started = time.monotonic()
     canary = build(CanaryShape.like(model, full=True), seed)
@@ -74,8 +75,14 @@ def fingerprint_in_place(stack: Stack, model: Path, seed: int = 0) -> Fingerprin
     try:
         stack.load_weights(canary.tensors())
         found = ask(stack, canary)
-    finally:
-        _put_back(stack, model, proof, before)
+    except BaseException as error:  # Ctrl-C included
+        if not stack.closed:
+            try:
+                _put_back(stack, model, proof, before)
+            except Exception as failure:
+                error.add_note(str(failure))
+        raise
+    _put_back(stack, model, proof, before)
     return replace(found, conditions=found.conditions | {"in place": True}, seconds=time.monotonic() - started)
 
 
@@ -161,16 +168,9 @@ def _proof_prompts(stack: Stack) -> list[list[int]]:
 def _put_back(stack: Stack, model: Path, proof: Sequence[Rollout], before: list[list[float]]) -> None:
     warning = f"stack `{stack.name}` does not hold its model's weights any more: restart it on `{model}` before you use it"
     try:
-        stack.load_weights(_checkpoint_weights(model))
+        stack.load_weights(checkpoint_weights(model))
         after = stack.score(proof)
-    except MeasurementError as error:
+    except (MeasurementError, UsageError) as error:
         raise MeasurementError(f"{warning}. {error}") from error
     if after != before:
         raise MeasurementError(f"{warning}. Its log-probabilities are not what they were before the canary")
-
-
-def _checkpoint_weights(model: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for file in sorted(model.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as weights:
-            for name in weights.keys():  # noqa: SIM118 (no dict)
-                yield name, weights.get_tensor(name)

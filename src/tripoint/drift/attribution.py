@@ -297,7 +297,10 @@ class LocalError:
 @torch.no_grad()
 def local_errors(model: Any, ids: torch.Tensor, trainer: RoundingSchedule, engine: RoundingSchedule) -> list[LocalError]:
     """Run each layer of `model` (BF16) on the input it has under `trainer`, rounded to BF16, with the operations moved to
-    `engine` one by one and all at once. `ids`: (sequences, tokens). The model's alignment is undone afterwards."""
+    `engine` one by one and all at once. `ids`: (sequences, tokens), on any device.
+
+    The model's alignment is undone afterwards.
+    """
     whole = differing(trainer, engine)
     record = align(model, to=trainer)
     try:
@@ -325,7 +328,7 @@ def _layer_calls(model: Any, ids: torch.Tensor) -> list[tuple[Any, torch.Tensor,
     layers = [place.module for place in find_decoders(model)[0].places if place.kind == "layer"]
     hooks = [layer.register_forward_pre_hook(remember, with_kwargs=True) for layer in layers]
     try:
-        model(input_ids=ids, use_cache=False, logits_to_keep=1)
+        model(input_ids=ids.to(model.device), use_cache=False, logits_to_keep=1)
     finally:
         for hook in hooks:
             hook.remove()

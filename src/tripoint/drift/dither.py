@@ -28,6 +28,7 @@ from transformers import AutoConfig
 
 from tripoint.drift.groups import group_numbers
 from tripoint.errors import MeasurementError, UsageError
+from tripoint.models import checkpoint_weights, weight_files
 from tripoint.stacks import Progress, Rollout, Stack
 from tripoint.stacks.hf import HFStack
 
@@ -98,12 +99,11 @@ class Replicates:
         """The expected log-probability of each token under rounding noise, as estimated: (tokens,)."""
         return self.values.mean(axis=0)
 
-    @property
-    def noise_rms(self) -> float:
-        """Root mean square over tokens of the standard deviation of one replicate, nats; NaN for a single one."""
+    def noise_rms(self, tokens: NDArray[np.bool_] | slice = slice(None)) -> float:
+        """Root mean square over `tokens` of the standard deviation of one replicate, nats; NaN for a single one."""
         if len(self) < 2:
             return float("nan")
-        return float(np.sqrt(self.values.var(axis=0, ddof=1).mean()))
+        return float(np.sqrt(self.values[:, tokens].var(axis=0, ddof=1).mean()))
 
 
 def seeds(seed: int, stack: str, count: int) -> list[int]:
@@ -245,8 +245,7 @@ def untied(model: Path) -> Iterator[Path]:
     A checkpoint that has one already is given as it is. Otherwise its files are linked, its embeddings copied, and the
     directory is gone afterwards. Raises UsageError for a checkpoint that ties the two and stores different ones.
     """
-    shards = _shards(model)
-    names = {shard: _names(shard) for shard in shards}
+    names = weight_files(model)
     where = {name: shard for shard, held in names.items() for name in held}
     if EMBEDDING not in where:
         raise UsageError(f"model directory `{model}` has no weight `{EMBEDDING}`: its layout is not known to dithering")
@@ -263,7 +262,7 @@ def untied(model: Path) -> Iterator[Path]:
     with tempfile.TemporaryDirectory(prefix="tripoint-untied-") as name:
         directory = Path(name)
         index: dict[str, str] = {}
-        for number, shard in enumerate(shards):
+        for number, shard in enumerate(names):
             # Not under its own name: a file called model.safetensors would be read in place of the index.
             linked = f"model-{number:05}.safetensors"
             (directory / linked).symlink_to(shard.resolve())
@@ -277,7 +276,7 @@ def untied(model: Path) -> Iterator[Path]:
         (directory / "config.json").write_text(json.dumps(config | {"tie_word_embeddings": False}))
         replaced = ("config.json", "model.safetensors.index.json")
         for file in model.iterdir():
-            if file not in shards and file.name not in replaced:
+            if file not in names and file.name not in replaced:
                 (directory / file.name).symlink_to(file.resolve())
         yield directory
 
@@ -288,24 +287,6 @@ def _tensor(shard: Path, name: str) -> torch.Tensor:
     return tensor
 
 
-def _shards(model: Path) -> list[Path]:
-    """The files that transformers loads. Others, such as a `consolidated.safetensors`, hold the weights under other names."""
-    index = model / "model.safetensors.index.json"
-    if index.exists():
-        return sorted({model / shard for shard in json.loads(index.read_text())["weight_map"].values()})
-    return [single] if (single := model / "model.safetensors").exists() else sorted(model.glob("*.safetensors"))
-
-
-def _names(shard: Path) -> list[str]:
-    """The weights in `shard`, without a table that old checkpoints hold and transformers computes."""
-    with safe_open(shard, framework="pt") as opened:
-        return [name for name in opened.keys() if not name.endswith("rotary_emb.inv_freq")]  # noqa: SIM118 (not a mapping)
-
-
 def read_weights(model: Path) -> dict[str, torch.Tensor]:
     """Every weight of the checkpoint in directory `model`, on the CPU."""
-    weights: dict[str, torch.Tensor] = {}
-    for shard in _shards(model):
-        with safe_open(shard, framework="pt") as opened:
-            weights |= {name: opened.get_tensor(name) for name in _names(shard)}
-    return weights
+    return dict(checkpoint_weights(model))

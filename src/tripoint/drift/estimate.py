@@ -111,10 +111,6 @@ class Systematic:
         """One such sum over another, its error by linearisation."""
         return self._estimate(self._vector(numerator), self._vector(denominator))
 
-    def per_sequence(self, coefficients: Mapping[str, float]) -> tuple[Floats, Floats]:
-        """The sum over the tokens of each sequence, and how many there are."""
-        return self._sums @ self._vector(coefficients), self._counts
-
     def _vector(self, coefficients: Mapping[str, float]) -> Floats:
         vector = np.zeros(len(self.names))
         for name, coefficient in coefficients.items():

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from tripoint.errors import UsageError
+from tripoint.models import read_tokenizer
 from tripoint.stacks import Rollout
 
 MIN_SEQUENCES = 16  # sequences, not tokens, are what an error can be estimated from
@@ -24,7 +25,7 @@ def neutral_rollouts(model: Path, vocab_size: int, tokens: int) -> tuple[list[Ro
     """About `tokens` tokens to score, in sequences of one length with a prompt of one token, and in words where they are from.
 
     A checkpoint without a tokenizer gets random token ids below `vocab_size`, the same every time. Raises UsageError for more
-    tokens than the text has.
+    tokens than the text has, and for a tokenizer that cannot be read.
     """
     texts = _passages(model)
     source = "the built-in text" if texts else "random token ids (the model has no tokenizer)"
@@ -53,10 +54,8 @@ def _shortest(texts: list[list[int]]) -> int:
 
 def _passages(model: Path) -> list[list[int]]:
     """The passages of neutral.txt in the tokens of the checkpoint in directory `model`; none if it has no tokenizer."""
-    if not any((model / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+    tokenizer = read_tokenizer(model)
+    if tokenizer is None:
         return []
-    from transformers import AutoTokenizer
-
     text = files("tripoint.drift").joinpath("neutral.txt").read_text(encoding="utf-8")
-    encoded = AutoTokenizer.from_pretrained(model)(text.strip().split("\n%%\n"))["input_ids"]
-    return [list(ids) for ids in encoded]
+    return [list(ids) for ids in tokenizer(text.strip().split("\n%%\n"))["input_ids"]]

@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 
+from tripoint.models import read_tokenizer
+
 RANDOM_PROMPTS = 32
 RANDOM_LENGTHS = (16, 49)
 
@@ -23,16 +25,14 @@ def prompt_ids(model: Path, vocab_size: int) -> tuple[list[list[int]], str]:
     """The built-in prompts in the tokens of the checkpoint in directory `model`, and in words what they are.
 
     They go through the tokenizer's chat template where it has one. A checkpoint without a tokenizer gets random token ids
-    below `vocab_size`, the same every time.
+    below `vocab_size`, the same every time. Raises UsageError for a tokenizer that cannot be read.
     """
-    if not any((model / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):
+    tokenizer = read_tokenizer(model)
+    if tokenizer is None:
         rng = np.random.default_rng(0)
         lengths = rng.integers(*RANDOM_LENGTHS, size=RANDOM_PROMPTS)
         return [rng.integers(vocab_size, size=n).tolist() for n in lengths], "random token ids (the model has no tokenizer)"
 
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(model)
     texts = built_in_prompts()
     if tokenizer.chat_template is None:
         return [list(ids) for ids in tokenizer(texts)["input_ids"]], "built-in prompts, as plain text"

@@ -47,7 +47,7 @@ from tripoint.drift.systematic import (
 )
 from tripoint.errors import MeasurementError, UsageError
 from tripoint.models import resolve_model
-from tripoint.profiles import resolve_target, stacks
+from tripoint.profiles import documented_stacks, resolve_target
 from tripoint.schedule import RoundingSchedule
 from tripoint.stacks import Rollout, Stack, StackName, open_stack, parse_stack
 from tripoint.stacks.base import vocab_size
@@ -414,13 +414,19 @@ def _documented_target(engine: StackName, unknown: str) -> tuple[str | None, str
 
 
 def _check_alignable(model: Path, to: str | None) -> None:
-    """Raise the UsageError that `align` will raise for this checkpoint and target, or for the odd schedule of the control,
-    without loading a weight."""
+    """Raise UsageError if this checkpoint is none of a causal language model, or as `align` will for this target or for the
+    odd schedule of the control, without loading a weight."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(model)
     with torch.device("meta"):
-        model_of_config = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        try:
+            model_of_config = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
+        except ValueError as error:
+            raise UsageError(
+                f"model directory `{model}`: transformers has no causal language model of type {config.model_type}: "
+                "only such models have a drift to measure"
+            ) from error
         for target in (odd_schedule(config), *(() if to is None else (to,))):
             align(model_of_config, to=target)
 
@@ -439,7 +445,7 @@ def _documented(stack: HFStack) -> list[RoundingSchedule]:
     """All schedules that are documented for some stack and that this model can be given, without what is said of QK-norms."""
     found: dict[RoundingSchedule, None] = {}
     with as_transformers(stack) as model:
-        for documented in stacks().values():
+        for documented in documented_stacks().values():
             for profile in documented.profiles:
                 schedule = dataclasses.replace(profile.schedule, norm=dataclasses.replace(profile.schedule.norm, qk=None))
                 try:

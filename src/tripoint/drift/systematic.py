@@ -231,7 +231,7 @@ def measure_systematic(
         sequences=len(dithering.lengths),
         replicates=replicates,
         wild=~kept,
-        noise_rms={who: _noise(scores[who], kept) for who in ("trainer", "engine")},
+        noise_rms={who: scores[who].noise_rms(kept) for who in ("trainer", "engine")},
         total=joint.combine({"nothing": 1.0}),
         aligned=joint.combine({everything or "nothing": 1.0}) if schedules else None,
         removed=joint.combine({"nothing": 1.0, everything: -1.0}) if everything else None,
@@ -279,10 +279,6 @@ def as_transformers(trainer: HFStack) -> Iterator[Any]:
 def odd_schedule(config: Any) -> RoundingSchedule:
     """A schedule unlike any trainer's, of those that the gate of a model with this `config` can have."""
     return ODD if getattr(config, "hidden_act", None) in ("silu", "swish") else ODD_WITHOUT_SILU
-
-
-def _noise(scores: Replicates, kept: NDArray[np.bool_]) -> float:
-    return float(np.sqrt(scores.values[:, kept].var(axis=0, ddof=1).mean())) if len(scores) > 1 else float("nan")
 
 
 @dataclass

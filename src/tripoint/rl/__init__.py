@@ -1,1 +1,1 @@
-"""Reinforcement learning with two stacks: what is watched during a run."""
+"""Reinforcement learning with two stacks: `tripoint train`, GRPO runs whose trainer and engine round as an arm says."""

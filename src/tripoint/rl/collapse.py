@@ -2,37 +2,22 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Sequence
 
 WINDOW = 50
 FRACTION = 0.5
 
 
-class CollapseDetector:
-    """A run has collapsed at the first update at which the mean reward of the last `window` updates is below `fraction` of the
-    largest such mean so far. Rewards must not be negative. `collapsed_at` is that update, counted from 0, None until then."""
+def collapsed_at(rewards: Sequence[float]) -> int | None:
+    """The update, counted from 0, at which a run with these mean rewards collapsed; None if it did not.
 
-    def __init__(self, window: int = WINDOW, fraction: float = FRACTION) -> None:
-        self.fraction = fraction
-        self.collapsed_at: int | None = None
-        self._recent: deque[float] = deque(maxlen=window)
-        self._best = 0.0
-        self._updates = 0
-
-    def add(self, reward: float) -> None:
-        """Take in the mean reward of the next update."""
-        self._recent.append(reward)
-        if len(self._recent) == self._recent.maxlen:
-            mean = sum(self._recent) / len(self._recent)
-            self._best = max(self._best, mean)
-            if self.collapsed_at is None and mean < self.fraction * self._best:
-                self.collapsed_at = self._updates
-        self._updates += 1
-
-
-def collapsed_at(rewards: list[float]) -> int | None:
-    """The update at which a recorded run collapsed, None if it did not."""
-    detector = CollapseDetector()
-    for reward in rewards:
-        detector.add(reward)
-    return detector.collapsed_at
+    That is the first at which the mean of the last `WINDOW` rewards is below `FRACTION` of the largest such mean so far.
+    Rewards must not be negative.
+    """
+    best = 0.0
+    for update in range(WINDOW - 1, len(rewards)):
+        mean = sum(rewards[update - WINDOW + 1 : update + 1]) / WINDOW
+        best = max(best, mean)
+        if mean < FRACTION * best:
+            return update
+    return None

@@ -18,26 +18,36 @@ from tripoint.stacks import EngineOptions, parse_stack
 
 Weights = Literal["fp32-masters", "bf16"]
 
-# GRPOConfig's own keys that a key of ours, or the engine, decides.
+# Settings of TRL's GRPOConfig that `[grpo]` must leave alone, by what decides them.
 DECIDED: dict[str, str] = {
-    "bf16": "weights",
-    "fp16": "arm",
-    "generation_batch_size": "prompts",
-    "gradient_accumulation_steps": "microbatch",
-    "learning_rate": "lr",
-    "max_completion_length": "max_completion",
-    "max_steps": "steps",
-    "num_generations": "generations",
-    "num_iterations": "engine",
-    "output_dir": "out",
-    "per_device_train_batch_size": "microbatch",
-    "save_steps": "checkpoint_every",
-    "seed": "seed",
-    "steps_per_generation": "engine",
-    "temperature": "engine",
-    "use_vllm": "engine",
-    "vllm_importance_sampling_correction": "arm",
-    "vllm_importance_sampling_mode": "arm",
+    name: what
+    for what, names in {
+        "`arm`": "fp16 liger_kernel_config torch_compile torch_compile_backend torch_compile_mode use_liger_kernel "
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode",
+        "`checkpoint_every`": "enable_jit_checkpoint ignore_data_skip resume_from_checkpoint save_on_each_node save_only_model "
+        "save_steps save_strategy save_total_limit sync_ref_model",  # no checkpoint holds a reference model that moves
+        "`engine`": "cache_implementation generation_kwargs min_p num_iterations repetition_penalty steps_per_generation "
+        "temperature top_k top_p transformers_continuous_batching_config use_transformers_continuous_batching "
+        "use_transformers_paged use_vllm vllm_enable_sleep_mode vllm_gpu_memory_utilization vllm_group_port "
+        "vllm_max_model_length vllm_mode vllm_model_impl vllm_server_base_url vllm_server_host vllm_server_port "
+        "vllm_server_timeout vllm_structured_outputs_regex vllm_tensor_parallel_size",
+        "`generations`": "num_generations num_generations_eval",
+        "`lr`": "learning_rate",
+        "`max_completion`": "max_completion_length",
+        "`microbatch`": "auto_find_batch_size gradient_accumulation_steps per_device_train_batch_size",
+        "`model`": "model_init_kwargs trust_remote_code",
+        "`out`": "output_dir",
+        "`prompts`": "generation_batch_size",
+        "`seed`": "seed",
+        "`steps`": "max_steps num_train_epochs",
+        "`task`": "chat_template_kwargs remove_unused_columns reward_weights",
+        "`weights`": "bf16",
+        "`accelerate launch`": "accelerator_config deepspeed fsdp fsdp_config local_rank parallelism_config use_cpu",
+        "the run's records, of every step": "disable_tqdm log_completions log_completions_hub_repo log_unique_prompts "
+        "logging_first_step logging_steps logging_strategy num_completions_to_print",
+        "the run, which evaluates nothing": "eval_on_start eval_strategy load_best_model_at_end",
+    }.items()
+    for name in names.split()
 }
 
 
@@ -89,6 +99,8 @@ class TrainConfig:
         }.items():
             if getattr(self, name) < least:
                 raise UsageError(f"{name}={getattr(self, name)}: give {least} or more")
+        if not 0 <= self.seed < 2**32:
+            raise UsageError(f"seed={self.seed}: give 0 to {2**32 - 1}")
         for name in ("checkpoint_every", "lr"):
             if getattr(self, name) <= 0:
                 raise UsageError(f"{name}={getattr(self, name)}: give a positive number")
@@ -98,10 +110,8 @@ class TrainConfig:
                 f"(prompts={self.prompts} x generations={self.generations})"
             )
         kind = parse_stack(self.engine).kind
-        if kind in ("http", "rollouts"):
-            raise UsageError(
-                f"engine={self.engine!r} cannot be given new weights: use vllm, vllm:eager, mlx or emulated:TARGET"
-            )
+        if kind not in ("vllm", "mlx", "emulated"):
+            raise UsageError(f"engine={self.engine!r} is none for training: use vllm, vllm:eager, mlx or emulated:TARGET")
         if "dtype" in self.engine_options:
             raise UsageError("[engine_options] dtype: decided by `arm`; leave it out")
         if self.weights not in get_args(Weights):
@@ -111,13 +121,15 @@ class TrainConfig:
             raise UsageError(f"arm={self.arm!r} computes in {arm.trainer_dtype}: weights must be 'fp32-masters'")
         if arm.exact and kind != "emulated":
             raise UsageError(f"arm={self.arm!r} needs the trainer's kernels in the engine: engine must be 'emulated:TARGET'")
+        if arm.engine_dtype != "bfloat16" and kind == "mlx":
+            raise UsageError(f"arm={self.arm!r} needs an engine in {arm.engine_dtype}: engine must be vllm or emulated:TARGET")
         if self.watch_every and (arm.trainer_dtype != "bfloat16" or arm.engine_dtype != "bfloat16" or arm.exact):
             raise UsageError(
                 f"watch_every={self.watch_every}: drift is measured between BF16 stacks, not for arm={self.arm!r}; give 0"
             )
         for name in self.grpo:
             if name in DECIDED:
-                raise UsageError(f"[grpo] {name}: decided by `{DECIDED[name]}`; leave it out")
+                raise UsageError(f"[grpo] {name}: decided by {DECIDED[name]}; leave it out")
 
     @property
     def how(self) -> Arm:
@@ -173,7 +185,7 @@ def read_config(path: Path, arm: str | None = None, seed: int | None = None) -> 
 def _values(data: Mapping[str, Any], key: str, default: Any) -> list[Any]:
     value = data.get(key, default)
     values = value if isinstance(value, list) else [value]
-    if not values or len(set(values)) < len(values):
+    if not values or any(values.count(value) > 1 for value in values):
         raise UsageError(f"{key}={value!r}: give each once, and at least one")
     return values
 

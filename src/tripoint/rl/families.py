@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tripoint.errors import MeasurementError, UsageError
-from tripoint.models import cache_dir
+from tripoint.models import writable_cache
 from tripoint.rl.tasks import CHARACTERS, MADE, Problem
 from tripoint.schedule import suggest
 
@@ -38,13 +38,8 @@ def tiny_model(family: str, task: str) -> Path:
 
     Raises UsageError for a family that is not known or a task that is not made here.
     """
-    if family not in FAMILIES:
-        raise UsageError(f"model `tiny:{family}`: no such family{suggest(family, list(FAMILIES))}")
-    if task not in MADE:
-        raise UsageError(
-            f"model `tiny:{family}` is warmed up on a task that is made here, not on {task!r}; give {', '.join(MADE)}"
-        )
-    target = cache_dir() / "models" / f"tiny-{family}-{task}"
+    check_tiny(family, task)
+    target = writable_cache("models") / f"tiny-{family}-{task}"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -59,6 +54,16 @@ def tiny_model(family: str, task: str) -> Path:
             if not target.exists():  # otherwise another process was faster, and its copy is as good
                 raise
     return target
+
+
+def check_tiny(family: str, task: str) -> None:
+    """Raises UsageError unless `family` is known and `task` one that is made here."""
+    if family not in FAMILIES:
+        raise UsageError(f"model `tiny:{family}`: no such family{suggest(family, list(FAMILIES))}")
+    if task not in MADE:
+        raise UsageError(
+            f"model `tiny:{family}` is warmed up on a task that is made here, not on {task!r}; give {', '.join(MADE)}"
+        )
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:

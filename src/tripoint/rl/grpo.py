@@ -1,6 +1,6 @@
 """One GRPO run: TRL's trainer, loss, corrections and metrics, with rollouts from an engine of its own.
 
-Imports TRL, so nothing but `tripoint.rl.runs` imports this module, and that only to train.
+Imports TRL, so only what makes or plans a run imports this module, once `tripoint.rl.runs` has prepared for TRL.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tripoint.profiles import resolve_target
 from tripoint.rl.arms import STOCK
 from tripoint.rl.config import TrainConfig
 from tripoint.rl.exact import make_exact
-from tripoint.rl.policy import as_trained, autocast_of, build_policy, fsdp2_policy
+from tripoint.rl.policy import as_trained, autocast_of, build_policy, fsdp2_policy, prepare
 from tripoint.rl.records import RunDirectory
 from tripoint.rl.sync import WeightSync
 from tripoint.rl.tasks import problems, reward
@@ -56,11 +56,13 @@ def train(config: TrainConfig, model: Path) -> None:
     and MeasurementError.
     """
     transformers.utils.logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    first = accelerate.PartialState().is_main_process
-    records = RunDirectory(config.directory, config)
-    checkpoint = records.begin() if first else None
+    state = _processes()
+    first = state.is_main_process
+    with state.main_process_first():  # the others look at a directory that is begun or not, but not half
+        records = RunDirectory(config.directory, config)
+        checkpoint = records.begin() if first else None
     [checkpoint] = broadcast_object_list([checkpoint])
-    if checkpoint is not None and len(records.steps()) == config.steps:
+    if len(records.steps()) == config.steps:
         return
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model)
@@ -121,11 +123,14 @@ def _describe(config: TrainConfig, model: Path, engine: Stack) -> dict[str, Any]
         )
     schedule = arm.schedule(target.schedule if target is not None else STOCK)
     if arm.trainer_dtype == "bfloat16":
+        device = "cuda" if torch.cuda.is_available() else "cpu"  # where it will be trained, with that device's kernels
 
         def load(checkpoint: str) -> Any:
-            return as_trained(build_policy(Path(checkpoint), config, schedule), config)
+            policy: Any = build_policy(Path(checkpoint), config, schedule)
+            return as_trained(policy.to(device), config)
 
-        found["trainer"] = fingerprint(load, CanaryShape.like(model)).to_dict()
+        asked = fingerprint(load, CanaryShape.like(model))
+        found["trainer"] = dataclasses.replace(asked, conditions=asked.conditions | {"device": device}).to_dict()
     return {
         "target": None if target is None else str(target.schedule),
         "trainer_schedule": None if schedule is None else str(schedule),
@@ -138,6 +143,11 @@ def _ask_engine(config: TrainConfig, model: Path, engine: Stack) -> Fingerprint:
     if parse_stack(config.engine).kind == "vllm" and engine.vocab_size >= CANARY_VOCABULARY:
         return fingerprint_in_place(engine, model)
     return fingerprint_stack(lambda checkpoint: open_stack(config.engine, checkpoint), CanaryShape.like(model))
+
+
+def _processes() -> accelerate.PartialState:
+    # Without being told, accelerate takes each of several processes without a GPU for the only one.
+    return accelerate.PartialState(cpu=not torch.cuda.is_available())
 
 
 def _versions() -> dict[str, str]:
@@ -154,7 +164,7 @@ def grpo_config(config: TrainConfig, directory: Path) -> trl.GRPOConfig:
     for key in config.grpo:
         if key not in known:
             raise UsageError(f"[grpo] {key}: TRL {trl.__version__} has no such setting{suggest(key, known)}")
-    processes = accelerate.PartialState().num_processes
+    processes = _processes().num_processes
     microbatch = config.microbatch or config.sequences // processes
     if config.sequences % (microbatch * processes):
         raise UsageError(
@@ -162,12 +172,12 @@ def grpo_config(config: TrainConfig, directory: Path) -> trl.GRPOConfig:
             "change prompts, generations or microbatch"
         )
     arm, cpu = config.how, not torch.cuda.is_available()
-    ours = {
+    defaults: dict[str, Any] = {"lr_scheduler_type": "constant", "gradient_checkpointing": not cpu, "report_to": "none"}
+    ours: dict[str, Any] = {
         "output_dir": str(directory),
         "max_steps": config.steps,
         "seed": config.seed,
         "learning_rate": config.lr,
-        "lr_scheduler_type": "constant",
         "per_device_train_batch_size": microbatch,
         "gradient_accumulation_steps": config.sequences // (microbatch * processes),
         "num_generations": config.generations,
@@ -175,19 +185,17 @@ def grpo_config(config: TrainConfig, directory: Path) -> trl.GRPOConfig:
         "bf16": arm.trainer_dtype == "bfloat16" and config.weights == "fp32-masters",
         "fp16": arm.trainer_dtype == "float16",
         "use_cpu": cpu,
-        "gradient_checkpointing": not cpu,
         "vllm_importance_sampling_correction": arm.correction is not None,
         "save_strategy": "steps",
         "save_steps": config.checkpoint_every,
         "save_total_limit": 2,  # the older one is there until the newer is complete
         "logging_steps": 1,
-        "report_to": "none",
         "disable_tqdm": True,
     }
     if arm.correction is not None:
         ours["vllm_importance_sampling_mode"] = arm.correction
     try:
-        return trl.GRPOConfig(**(ours | config.grpo))
+        return trl.GRPOConfig(**(defaults | config.grpo | ours))
     except (ValueError, TypeError) as error:
         raise UsageError(f"[grpo]: TRL refuses these settings: {str(error).splitlines()[0]}") from None
 
@@ -231,6 +239,10 @@ class TwoStackTrainer(trl.GRPOTrainer):
             rollout_func=self._rollouts,
         )
         self.remove_callback(PrinterCallback)
+        if self.ref_model is not None:
+            if self.is_fsdp_enabled:  # sharded by now, under accelerate's policy, which casts between layers
+                raise UsageError("[grpo] beta: under FSDP the reference model would not round like the policy; leave it out")
+            prepare(self.accelerator.unwrap_model(self.ref_model), config, schedule)  # TRL loads it anew
         # TRL syncs and corrects only for a vLLM of its own. Ours stands in for it.
         self.use_vllm, self._last_loaded_step = True, -1
         self.vllm_generation: Any = self

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -62,37 +64,55 @@ before the update. `weights`: a checksum of what the engine sampled with. `overf
 """
 
 
+UNFINISHED = ".unfinished"
+"""The suffix of a file until it is whole."""
+
+
 class RunDirectory:
     """The records of one run, new or to be continued."""
 
     def __init__(self, path: Path, config: TrainConfig) -> None:
-        """Reads only. Raises UsageError if `path` holds a run with other settings, or something else."""
+        """Reads only. Raises UsageError if `path` holds a run with other settings, or something else, or cannot be read."""
         self.path, self._config = path, config
         self._steps, self._rollouts, self.checkpoints = path / "steps", path / "rollouts", path / "checkpoints"
         self._settings = path / "config.toml"
-        if self._settings.exists():
-            before, now = tomllib.loads(self._settings.read_text()), config.to_dict()
+        with usable(path):
+            began = self._settings.exists()
+            before = tomllib.loads(self._settings.read_text()) if began else {}
+            # A run that was killed while it wrote its settings left nothing but those.
+            others = not began and path.exists() and any(entry.suffix != UNFINISHED for entry in path.iterdir())
+        if began:
+            now = config.to_dict()
             if differ := [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]:
                 key = differ[0]
                 raise UsageError(
                     f"{path} holds a run with {key}={before.get(key)!r}, not {now.get(key)!r}: "
                     "give another `out`, or remove that directory to begin anew"
                 )
-        elif path.exists() and any(path.iterdir()):
+        elif others:
             raise UsageError(f"{path} holds something else than a run: give another `out`")
 
     def begin(self) -> Path | None:
-        """Make the directory ready to be written to: whatever came after the last complete checkpoint is removed. Returns that
-        checkpoint, None if there is none."""
-        for directory in (self._steps, self._rollouts, self.checkpoints):
-            directory.mkdir(parents=True, exist_ok=True)
-        _write_whole(self._settings, tomli_w.dumps(self._config.to_dict()).encode())
+        """Make the directory ready to be written to: whatever came after the last complete checkpoint is removed, of recorded
+        steps with a line on stderr. Returns that checkpoint, None if there is none. A finished run whose checkpoints somebody
+        removed stays as it is. Raises UsageError if it cannot be written."""
+        with usable(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+            # First, since it is what tells the directory of a run from others.
+            _write_whole(self._settings, tomli_w.dumps(self._config.to_dict()).encode())
+            for directory in (self._steps, self._rollouts, self.checkpoints):
+                directory.mkdir(exist_ok=True)
         complete = 0
         for directory in self.checkpoints.glob("checkpoint-*"):
             if (directory / "complete").exists():
                 complete = max(complete, _number(directory))
             else:
                 shutil.rmtree(directory)
+        recorded = [int(record.stem) for record in self._steps.glob("*.parquet")]
+        if not complete and len(recorded) == self._config.steps:
+            return None
+        if lost := sum(step > complete for step in recorded):
+            print(f"{self.path}: {lost} steps after its last checkpoint are made anew", file=sys.stderr, flush=True)
         for record in [*self._steps.iterdir(), *self._rollouts.iterdir()]:
             if record.suffix != ".parquet" or int(record.stem) > complete:
                 record.unlink()
@@ -129,6 +149,15 @@ class RunDirectory:
         _write_whole(self.path / "about.json", json.dumps(about, indent=2).encode())
 
 
+@contextmanager
+def usable(path: Path) -> Iterator[None]:
+    """Turns what keeps us from reading or writing `path` into a UsageError."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(f"{path} cannot be used: {error.strerror}; give another `out`") from None
+
+
 def _number(checkpoint: Path) -> int:
     return int(checkpoint.name.removeprefix("checkpoint-"))
 
@@ -143,6 +172,6 @@ def _write_parquet(path: Path, table: Any) -> None:
 
 
 def _write_whole(path: Path, content: Any) -> None:
-    unfinished = path.with_suffix(".unfinished")
+    unfinished = path.with_suffix(UNFINISHED)
     unfinished.write_bytes(content)
     unfinished.rename(path)

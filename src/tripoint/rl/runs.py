@@ -6,8 +6,9 @@ import importlib
 import importlib.util
 import subprocess
 import sys
+import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from tripoint.errors import UsageError
 from tripoint.models import resolve_model
 from tripoint.rl.config import TrainConfig
 from tripoint.rl.families import tiny_model
-from tripoint.rl.records import RunDirectory
+from tripoint.rl.records import RunDirectory, usable
 from tripoint.rl.tasks import check_task
+
+POLL_SECONDS = 0.2
 
 
 def model_of(config: TrainConfig) -> Path:
@@ -30,21 +33,21 @@ def train_one(config: TrainConfig) -> None:
     """Make or resume one run in this process. Raises UsageError and MeasurementError."""
     check_task(config.task)
     RunDirectory(config.directory, config)
-    _prepare_for_trl()
+    prepare_for_trl()
     from tripoint.rl.grpo import train
 
     train(config, model_of(config))
 
 
-def plan_all(configs: Sequence[TrainConfig]) -> Iterator[list[str]]:
+def plan_all(configs: Sequence[TrainConfig]) -> Iterator[dict[str, str]]:
     """`tripoint.rl.plan.plan` of each run."""
-    _prepare_for_trl()
+    prepare_for_trl()
     from tripoint.rl.plan import plan
 
     return map(plan, configs)
 
 
-def _prepare_for_trl() -> None:
+def prepare_for_trl() -> None:
     """Raises UsageError if TRL is not installed."""
     if importlib.util.find_spec("trl") is None:
         raise UsageError("training needs TRL: `pip install 'tripoint[rl]'`")
@@ -62,30 +65,61 @@ def train_all(
     GPU each where it has GPUs. `out` must then be a directory that all its machines share. A run that fails takes no other
     with it. Raises UsageError if Ray is not installed.
     """
-    _prepare_for_trl()
+    prepare_for_trl()
     check_task(configs[0].task)
     if ray is None:
         model_of(configs[0])  # a tiny model is warmed up once, before its runs start
-        with ThreadPoolExecutor(workers) as pool:
-            futures = {pool.submit(_train_apart, config, path): config for config in configs}
-            for future in as_completed(futures):
-                yield futures[future], future.result()
+        yield from _here(configs, path, workers)
     else:
         yield from _on_ray(configs, path, ray)
 
 
+def _here(configs: Sequence[TrainConfig], path: Path, workers: int) -> Iterator[tuple[TrainConfig, str | None]]:
+    waiting = deque(configs)
+    running: dict[subprocess.Popen[bytes], TrainConfig] = {}
+    try:
+        while waiting or running:
+            while waiting and len(running) < workers:
+                config = waiting.popleft()
+                running[_start(config, path)] = config
+            for process in [process for process in running if process.poll() is not None]:
+                config = running.pop(process)
+                yield config, _failure(config, process.returncode)
+            time.sleep(POLL_SECONDS)
+    finally:  # interrupted, no run outlives this process and none begins
+        for process in running:
+            process.terminate()
+        for process in running:
+            process.wait()
+
+
 def _train_apart(config: TrainConfig, path: Path) -> str | None:
-    """Make a run in a process of its own, its output in the run's directory; why it failed, None if it did not."""
+    """Make a run in a process of its own; why it failed, None if it did not."""
+    return _failure(config, _start(config, path).wait())
+
+
+def _start(config: TrainConfig, path: Path) -> subprocess.Popen[bytes]:
+    """A process that makes the run of `config` in file `path`, its output in the run's log. Raises UsageError if there can be
+    none."""
     command = [sys.executable, "-c", "from tripoint.cli import main; main()", "train", str(path)]
     command += ["--arm", config.arm, "--seed", str(config.seed)]
-    log = Path(config.out) / f"{config.name}.log"
-    log.parent.mkdir(parents=True, exist_ok=True)
-    with log.open("ab") as output:
-        code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False).returncode
+    log = _log(config)
+    with usable(log):
+        log.parent.mkdir(parents=True, exist_ok=True)
+        with log.open("ab") as output:
+            return subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+
+
+def _failure(config: TrainConfig, code: int) -> str | None:
     if code == 0:
         return None
+    log = _log(config)
     last = log.read_text(errors="replace").rstrip().rpartition("\n")[2]
     return f"exit code {code}, its log {log} ends with: {last}"
+
+
+def _log(config: TrainConfig) -> Path:
+    return Path(config.out) / f"{config.name}.log"
 
 
 def _on_ray(configs: Sequence[TrainConfig], path: Path, address: str) -> Iterator[tuple[TrainConfig, str | None]]:

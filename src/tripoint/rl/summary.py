@@ -14,14 +14,12 @@ from tripoint.rl.config import TrainConfig
 def summarise(config: TrainConfig, steps: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """A run in numbers, JSON values.
 
-    `slope`: of the reward against the step by least squares, per step, with its standard error `slope_stderr` (the rewards
-    of different steps being independent given the trend; None for fewer than three steps). `reward_first`, `reward_last`:
-    means over the first and last quarter. `collapsed_at`: see `tripoint.rl.collapse`, the step
-    counted from 1. `k3`: median over steps.
+    `slope`, `slope_stderr`: of the reward against the step, see `least_squares`. `reward_first`, `reward_last`: means over the
+    first and last quarter. `collapsed_at`: see `tripoint.rl.collapse`, the step counted from 1. `k3`: median over steps.
     """
     rewards = np.array([step["reward"] for step in steps])
     quarter = max(1, len(steps) // 4)
-    slope, stderr = _slope(rewards)
+    slope, stderr = least_squares(rewards)
     collapse = collapsed_at(rewards.tolist())
     return {
         "run": config.name,
@@ -39,7 +37,8 @@ def summarise(config: TrainConfig, steps: Sequence[dict[str, Any]]) -> dict[str,
     }
 
 
-def _slope(rewards: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float | None, float | None]:
+def least_squares(rewards: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float | None, float | None]:
+    """The slope per step and its standard error, rewards being independent given their trend; None for fewer than three."""
     if len(rewards) < 3:
         return None, None
     x = np.arange(len(rewards)) - (len(rewards) - 1) / 2

@@ -72,18 +72,41 @@ def problems(task: str, shots: int) -> list[Problem]:
 def reward(task: str, completion: str, answer: str) -> float:
     """1.0 for a right completion, else 0.0.
 
-    Tasks made here: the first line is the answer. Files: the last `\\boxed{...}` is, or the last number if nothing is boxed.
+    Tasks made here: the first line is the answer. Files: the last `\\boxed{...}` is, or the last number if nothing is boxed;
+    commas between thousands do not count.
     """
     if task in MADE:
         return float(completion.split("\n")[0].strip() == answer)
-    boxed = re.findall(r"\\boxed\{([^{}]*)\}", completion) or re.findall(r"-?\d+(?:\.\d+)?", completion.replace(",", ""))
-    return float(bool(boxed) and boxed[-1].strip() == answer)
+    completion = _plain(completion)
+    given = _boxed(completion) or re.findall(r"-?\d+(?:\.\d+)?", completion)
+    return float(bool(given) and given[-1].strip() == _plain(answer).strip())
+
+
+def _plain(text: str) -> str:
+    """Without commas between thousands."""
+    return re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", text)
+
+
+def _boxed(text: str) -> list[str]:
+    """What stands in each `\\boxed{...}` that is closed, braces inside it being counted."""
+    found = []
+    for opening in re.finditer(r"\\boxed\{", text):
+        depth = 1
+        for end in range(opening.end(), len(text)):
+            depth += {"{": 1, "}": -1}.get(text[end], 0)
+            if depth == 0:
+                found.append(text[opening.end() : end])
+                break
+    return found
 
 
 def _read(path: Path) -> list[Problem]:
     found = []
     try:
-        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+        # Not splitlines(), which also splits at U+2028 and the like: JSON may hold those in its strings.
+        for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+            if not line.strip():
+                continue
             row = json.loads(line)
             if not (isinstance(row, dict) and isinstance(row.get("prompt"), str) and isinstance(row.get("answer"), str)):
                 raise UsageError(f"{path}, line {number}: give an object with the strings `prompt` and `answer`")

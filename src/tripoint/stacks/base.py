@@ -77,6 +77,8 @@ class Stack(ABC):
     """Token ids are below this."""
     weights_complete: bool = True
     """False from the start of `load_weights` until it succeeds."""
+    closed: bool = False
+    """True once an engine has ended: nothing can be asked of it, and it holds no weights."""
 
     @abstractmethod
     def sample(
@@ -145,14 +147,20 @@ def vocab_size(model: Path) -> int:
 
 
 def end_tokens(model: Path) -> tuple[int, ...]:
-    """The token ids that end a sequence: `eos_token_id` of the checkpoint's config.json, and its tokenizer's, if it has one."""
+    """The token ids that end a sequence: `eos_token_id` of the checkpoint's config.json, and its tokenizer's, if it has one.
+
+    Raises UsageError for a tokenizer whose files are damaged.
+    """
     config = json.loads((model / "config.json").read_text())
     found = config.get("eos_token_id")
     ids = set(found if isinstance(found, list) else [] if found is None else [found])
     tokenizer_config = model / "tokenizer_config.json"
     tokenizer = model / "tokenizer.json"
     if tokenizer_config.exists() and tokenizer.exists():
-        eos = json.loads(tokenizer_config.read_text()).get("eos_token")
-        eos = eos["content"] if isinstance(eos, dict) else eos
-        ids |= {token["id"] for token in json.loads(tokenizer.read_text())["added_tokens"] if token["content"] == eos}
+        try:
+            eos = json.loads(tokenizer_config.read_text()).get("eos_token")
+            eos = eos["content"] if isinstance(eos, dict) else eos
+            ids |= {token["id"] for token in json.loads(tokenizer.read_text())["added_tokens"] if token["content"] == eos}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise UsageError(f"{tokenizer} or {tokenizer_config.name} is damaged: fetch them again") from error
     return tuple(sorted(ids))

@@ -22,6 +22,7 @@ import httpx
 import torch
 
 from tripoint.errors import MeasurementError, UsageError
+from tripoint.models import read_tokenizer
 from tripoint.stacks.base import Progress, Rollout, Stack, vocab_size
 
 CONCURRENT = 16  # requests under way at a time
@@ -166,14 +167,11 @@ class HttpStack(Stack):
     @cached_property
     def _ids_of_text(self) -> dict[str, list[int]]:
         """The token ids that each text may stand for."""
-        from transformers import AutoTokenizer
-
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(self._tokenizer_dir)
-        except (OSError, ValueError) as error:
+        tokenizer = read_tokenizer(self._tokenizer_dir)
+        if tokenizer is None:
             raise MeasurementError(
                 f"{self.name} answers in text, and there is no tokenizer in `{self._tokenizer_dir}` to read it with"
-            ) from error
+            )
         ids: defaultdict[str, list[int]] = defaultdict(list)
         for i in tokenizer.get_vocab().values():
             ids[str(tokenizer.decode([i]))].append(i)
@@ -206,7 +204,7 @@ def served_models(url: str, client: httpx.Client) -> dict[str, str]:
     """The models that the server at `url` lists, by id, with what each was loaded from; none if it does not answer, or not
     yet: while they load a model, servers and the proxies in front of them say 502 to 504.
 
-    Raises UsageError if it wants another API key or is not OpenAI-compatible.
+    Raises UsageError if it wants another API key or is not OpenAI-compatible, or if `url` is none.
     """
     try:
         answer = client.get(f"{url}/v1/models", timeout=5.0)
@@ -219,10 +217,14 @@ def served_models(url: str, client: httpx.Client) -> dict[str, str]:
             return {}
         if answer.status_code == 200:
             return {str(model["id"]): str(model.get("root") or model["id"]) for model in answer.json()["data"]}
-    except (httpx.TransportError, httpx.InvalidURL):
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise UsageError(f"{url} is not the address of a server ({error}): write http://HOST:PORT") from error
+    except httpx.TransportError:
         return {}
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError):
         pass
+    except UnicodeError as error:  # what httpx lets through of a host like `.a`
+        raise UsageError(f"{url} is not the address of a server ({error}): write http://HOST:PORT") from error
     raise UsageError(f"{url} answers, but not as an OpenAI-compatible server: GET {url}/v1/models failed")
 
 

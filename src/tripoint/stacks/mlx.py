@@ -1,7 +1,7 @@
 """MLX, an engine for Apple silicon whose CPU build also runs on Linux: `mlx`, by mlx-lm's own models and KV cache.
 
-Batching is the trainer's: only sequences of one length share a pass when scoring. When sampling, each sequence is prefilled
-and decoded for itself, in the sequences of one length together where nothing is sampled beyond the first token.
+Batching is the trainer's: only sequences of one length share a pass when scoring. When sampling, the
+prompts of one length are prefilled and decoded together at temperature 0, and each for itself above.
 """
 
 from __future__ import annotations

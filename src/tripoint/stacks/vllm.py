@@ -32,10 +32,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from tripoint.errors import MeasurementError, UsageError
-from tripoint.models import cache_dir
+from tripoint.models import weight_files, writable_cache
 from tripoint.stacks.base import EngineOptions, Progress, Rollout, Stack, end_tokens, vocab_size
 
 LOG_TAIL = 15
+KEPT_LOGS = 20
 ENVIRONMENT = {  # set unless the user did
     "VLLM_CPU_KVCACHE_SPACE": "2",  # GiB
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -52,7 +53,8 @@ class VllmStack(Stack):
     def __init__(self, model: Path, *, eager: bool = False, options: EngineOptions) -> None:
         """Start vLLM on the checkpoint in directory `model`, which takes from 10 seconds (eager) to a few minutes (compiled).
 
-        Raises UsageError if vLLM is not installed, MeasurementError (with the end of the log) if it does not start.
+        Raises UsageError if vLLM is not installed, a file of weights is missing or damaged, or the log cannot be written;
+        MeasurementError (with the end of the log) if it does not start.
         """
         if importlib.util.find_spec("vllm") is None:
             raise UsageError("stack `vllm` is not installed here: `pip install 'tripoint[vllm]'`")
@@ -155,6 +157,7 @@ class VllmStack(Stack):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()
         self._process = None
+        self.closed = True
 
     def _memory(self) -> Path | None:
         """Where files live in memory, if all weights find room there; None where they have to go to the disk."""
@@ -170,8 +173,10 @@ class VllmStack(Stack):
             )
 
     def _launch(self) -> None:
-        logs = cache_dir() / "logs"
-        logs.mkdir(parents=True, exist_ok=True)
+        logs = writable_cache("logs")
+        with suppress(FileNotFoundError):  # somebody else may be at it
+            for old in sorted(logs.glob("*.log"), key=lambda log: log.stat().st_mtime)[: 1 - KEPT_LOGS]:
+                old.unlink()
         self.log = logs / f"{self.name.replace(':', '-')}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}.log"
         self._connection, far_end = Pipe()
         descriptor = far_end.fileno()
@@ -246,7 +251,7 @@ class VllmStack(Stack):
 def _checkpoint_shapes(model: Path) -> dict[str, tuple[int, ...]]:
     """The name and shape of every weight in the checkpoint."""
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(model.glob("*.safetensors")):
+    for file, names in weight_files(model).items():
         with safe_open(file, framework="numpy") as weights:
-            shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in weights.keys()}  # noqa: SIM118 (no dict)
+            shapes |= {name: tuple(weights.get_slice(name).get_shape()) for name in names}
     return shapes
