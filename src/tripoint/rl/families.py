@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tripoint.errors import MeasurementError, UsageError
-from tripoint.models import writable_cache
+from tripoint.models import cache_dir, writable_cache
 from tripoint.rl.tasks import CHARACTERS, MADE, Problem
 from tripoint.schedule import suggest
 
@@ -39,11 +39,10 @@ def tiny_model(family: str, task: str) -> Path:
     Raises UsageError for a family that is not known or a task that is not made here.
     """
     check_tiny(family, task)
-    target = writable_cache("models") / f"tiny-{family}-{task}"
+    target = cache_dir() / "models" / f"tiny-{family}-{task}"
     if target.exists():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="warming-up-", dir=target.parent) as unfinished:
+    with tempfile.TemporaryDirectory(prefix="warming-up-", dir=writable_cache("models")) as unfinished:
         made = Path(unfinished) / target.name
         tokenizer = make_tokenizer()
         _warm_up(family, task, tokenizer).bfloat16().save_pretrained(made)
