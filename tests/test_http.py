@@ -330,7 +330,8 @@ def test_an_api_key_comes_from_the_environment(server: FakeServer, directory: Pa
 
 
 @pytest.mark.parametrize("url", ["http://localhost:port", "http://", "http://[::1", "http://.a"])
-def test_what_is_no_address_is_not_waited_for(directory: Path, url: str) -> None:
+def test_what_is_no_address_is_not_waited_for(directory: Path, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NO_PROXY", "*")  # a proxy would be asked first
     for ask in (lambda: HttpStack(url, directory), lambda: wait_for(url, directory, 5.0)):
         with pytest.raises(UsageError, match="is not the address of a server"):
             ask()

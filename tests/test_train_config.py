@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import threading
 import time
@@ -246,9 +247,25 @@ def test_a_finished_run_without_its_checkpoints_keeps_its_records(tmp_path: Path
     records = begun(tmp_path, steps=2)
     for step in (1, 2):
         records.write(record(step), {"completion_ids": [[1]]})
-    assert run_directory(tmp_path, steps=2).begin() is None
+    (records.checkpoints / "checkpoint-2").mkdir()
+    records.mark_complete(2)
+    shutil.rmtree(records.checkpoints)
+    again = run_directory(tmp_path, steps=2)
+    assert again.begin() is None
+    assert again.finished
     assert [row["step"] for row in records.steps()] == [1, 2]
     assert len(list((records.path / "rollouts").iterdir())) == 2
+
+
+def test_a_run_that_died_while_it_wrote_its_last_checkpoint_is_not_finished(tmp_path: Path) -> None:
+    records = begun(tmp_path, steps=2)
+    for step in (1, 2):
+        records.write(record(step), {"completion_ids": [[1]]})
+    (records.checkpoints / "checkpoint-2").mkdir()
+    again = run_directory(tmp_path, steps=2)
+    assert again.begin() is None
+    assert not again.finished
+    assert again.steps() == []
 
 
 @pytest.mark.parametrize("last", ["run", "config.unfinished", "config.toml", "steps"])
@@ -317,8 +334,12 @@ def test_an_interrupt_ends_all_runs_and_starts_no_other(tmp_path: Path, monkeypa
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(SystemExit) as end:
-        main(["train", str(write(tmp_path, out=str(tmp_path / "out"), seed=[0, 1, 2, 3])), "--workers", "2"])
+    heeded = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in a shell's background ignores Ctrl-C
+    try:
+        with pytest.raises(SystemExit) as end:
+            main(["train", str(write(tmp_path, out=str(tmp_path / "out"), seed=[0, 1, 2, 3])), "--workers", "2"])
+    finally:
+        signal.signal(signal.SIGINT, heeded)
     assert end.value.code == 130
     started = [int(pid) for pid in pids.read_text().split()]
     assert len(started) == 2

@@ -221,7 +221,7 @@ def train(run: Run, weights: list[Tensor]) -> Iterator[dict[str, Any]]:
 
 def _train(run: Run, weights: list[Tensor]) -> Iterator[dict[str, Any]]:
     arm = arm_named(run.arm)
-    noise = torch.Generator().manual_seed(run.seed + 7919)
+    noise = sides.noise_of(run)
     trainer = sides.build_trainer(arm, run.shape, noise)
     engine = sides.build_engine(arm, run.shape)
     masters = [weight.clone() for weight in weights]

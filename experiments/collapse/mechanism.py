@@ -55,7 +55,7 @@ def measure(run: Run, weights: list[Tensor]) -> dict[str, Any]:
     `advantage`: the mean over completions.
     """
     arm = arm_named(run.arm)
-    noise = torch.Generator().manual_seed(0)
+    noise = sides.noise_of(run)
     trainer, engine = sides.build_trainer(arm, run.shape, noise), sides.build_engine(arm, run.shape)
     for model in (trainer, engine):
         pocket.copy_weights(model, weights)
@@ -170,24 +170,28 @@ def mechanism_report(finished: Iterable[tuple[Run, Records]], directory: Path) -
     lines += [
         "",
         f"Rank correlation with the reward lost, and its 95 % interval: over all {len(measured)} runs (conditions and warm-ups",
-        f"drawn anew), and within conditions of at least {LARGE} runs, {large.sum()} in all (warm-ups drawn anew).",
+        f"drawn anew), with how much larger that of {PRIMARY} is; and within conditions of at least {LARGE} runs,",
+        f"{large.sum()} in all (warm-ups drawn anew).",
         "",
-        "| measured at the start | over all runs | | within conditions | |",
-        "|---|---|---|---|---|",
+        "| measured at the start | over all runs | | primary's lead | within conditions | |",
+        "|---|---|---|---|---|---|",
     ]
-    for name, predictor in PREDICTORS.items():
-        values = np.array([predictor(case.measured) for case in measured])
-        cells = correlation_cells(values, lost, condition_of, warm_up_of)
+    values_of = {name: np.array([measure(case.measured) for case in measured]) for name, measure in PREDICTORS.items()}
+    drawn = {name: correlations_drawn(values, lost, condition_of, warm_up_of) for name, values in values_of.items()}
+    for name, values in values_of.items():
+        cells = [f"{rank_correlation(values, lost):+.2f}", interval_text(drawn[name])]
+        cells.append("" if name == PRIMARY else interval_text(drawn[PRIMARY] - drawn[name]))
         if large.any():
-            within = (ranks_within(column[large], condition_of[large]) for column in (values, lost))
-            cells += correlation_cells(*within, warm_up_of[large])
+            x, y = (ranks_within(column[large], condition_of[large]) for column in (values, lost))
+            cells += [f"{rank_correlation(x, y):+.2f}", interval_text(correlations_drawn(x, y, warm_up_of[large]))]
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 
-def correlation_cells(x: Floats, y: Floats, *clusterings: Ints) -> list[str]:
-    low, high = correlation_interval(x, y, *clusterings)
-    return [f"{rank_correlation(x, y):+.2f}", f"{low:+.2f} to {high:+.2f}"]
+def interval_text(drawn: Floats) -> str:
+    """95 % of the draws of a bootstrap."""
+    low, high = np.percentile(drawn, [2.5, 97.5])
+    return f"{low:+.2f} to {high:+.2f}"
 
 
 def ranks(x: Floats) -> Floats:
@@ -212,8 +216,8 @@ def rank_correlation(x: Floats, y: Floats) -> float:
     return float(np.corrcoef(ranks(x), ranks(y))[0, 1])
 
 
-def correlation_interval(x: Floats, y: Floats, *clusterings: Ints) -> tuple[float, float]:
-    """95 % interval of the rank correlation: a bootstrap over clusters of runs.
+def correlations_drawn(x: Floats, y: Floats, *clusterings: Ints) -> Floats:
+    """The rank correlation in each draw of a bootstrap over clusters of runs; the same draws for every `x` and `y`.
 
     Each of `clusterings` gives every run's cluster. Of several, clusters of each are drawn, and a run counts as often as all of
     its own were drawn.
@@ -229,5 +233,4 @@ def correlation_interval(x: Floats, y: Floats, *clusterings: Ints) -> tuple[floa
         chosen = np.repeat(np.arange(len(x)), times)
         if len(chosen) > 0:
             drawn.append(rank_correlation(x[chosen], y[chosen]))
-    low, high = np.percentile(drawn, [2.5, 97.5])
-    return float(low), float(high)
+    return np.array(drawn)

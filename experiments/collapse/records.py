@@ -65,7 +65,7 @@ def _nothing_more_afterwards(pool: ProcessPoolExecutor) -> Iterator[None]:
     try:
         yield
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)
+        pool.shutdown(wait=True, cancel_futures=True)
 
 
 def _processor() -> str:

@@ -260,7 +260,8 @@ def _markdown(conditions: dict[str, list[Summary]]) -> str:
     lines += [
         "",
         f"Medians over runs, spread in brackets. k3 and gradient bias are each run's median over its first {WINDOW} updates,",
-        "the cosine is the bias's with the gradient. *Halved*: ended below half of the reward it began with.",
+        "the cosine is the bias's with the gradient. *Halved*: ended below half of the reward it began with. Intervals of",
+        "shares take runs for independent of each other, though some share a warm-up.",
         "",
         "| condition | runs | collapsed | halved | final reward | 95 % interval of the mean | k3 | gradient bias | cosine |",
         "|---|---|---|---|---|---|---|---|---|",

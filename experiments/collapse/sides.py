@@ -8,12 +8,18 @@ from typing import Any
 import torch
 from experiments.collapse import pocket
 from experiments.collapse.arms import STOCK, Arm
+from experiments.collapse.spec import Run
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tripoint.align import align
 from tripoint.align.forwards import AlignedAttention
 from tripoint.schedule import RoundingSchedule
+
+
+def noise_of(run: Run) -> torch.Generator:
+    """What draws the signs of a run's placebo."""
+    return torch.Generator().manual_seed(run.seed + 7919)
 
 
 def build_engine(arm: Arm, shape: str) -> PreTrainedModel:
@@ -50,16 +56,18 @@ class NoisyAttention(AlignedAttention):
         aligned = super()._rotate(unaligned, *args, **kwargs)
         with torch.no_grad():
             stock = self.stock._rotate(unaligned, *args, **kwargs)
-        query, key = map(self._moved, aligned, stock)
+        noise = self.noise
+        if self.fixed:
+            attention: Any = self.module
+            noise = torch.Generator().manual_seed(1000 * self.noise.initial_seed() + attention.layer_idx)
+        query, key = (self._moved(a, s, noise) for a, s in zip(aligned, stock, strict=True))
         return query, key
 
-    def _moved(self, aligned: Tensor, stock: Tensor) -> Tensor:
+    def _moved(self, aligned: Tensor, stock: Tensor, noise: torch.Generator) -> Tensor:
         """Query or key [batch, heads, places, head_dim]."""
         if not self.fixed:
-            return moved(aligned, stock, random_signs(aligned.shape, self.noise))
-        attention: Any = self.module
-        same_in_every_pass = torch.Generator().manual_seed(1000 * self.noise.initial_seed() + attention.layer_idx)
-        directions = random_signs((1, *aligned.shape[1:]), same_in_every_pass)
+            return moved(aligned, stock, random_signs(aligned.shape, noise))
+        directions = random_signs((1, *aligned.shape[1:]), noise)
         return moved(aligned, stock, directions * (stock - aligned.detach()).sign())
 
 

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 import traceback
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryFile
@@ -368,6 +369,8 @@ def _fingerprint(stack: str, shape: CanaryShape, seed: int = 0, in_place: Path |
 def _check_writable(path: Path) -> None:
     """Raise UsageError if nothing can be written at `path`, so that this is known before anything is measured."""
     try:
+        with suppress(FileNotFoundError, NotADirectoryError):
+            path.stat()  # raises what newer Pythons' `is_dir` and `exists` keep to themselves
         if path.is_dir():
             raise UsageError(f"{path}: cannot be written: it is a directory")
         if not path.parent.is_dir():

@@ -16,7 +16,7 @@ import torch
 from tripoint.canary.checkpoint import Canary, build
 from tripoint.canary.reading import Fingerprint, Observed, read
 from tripoint.canary.shape import CanaryShape
-from tripoint.errors import MeasurementError, UsageError
+from tripoint.errors import MeasurementError
 from tripoint.models import checkpoint_weights
 from tripoint.stacks.base import Rollout, Stack
 
@@ -170,7 +170,7 @@ def _put_back(stack: Stack, model: Path, proof: Sequence[Rollout], before: list[
     try:
         stack.load_weights(checkpoint_weights(model))
         after = stack.score(proof)
-    except (MeasurementError, UsageError) as error:
+    except Exception as error:  # whatever it was, the weights are not back
         raise MeasurementError(f"{warning}. {error}") from error
     if after != before:
         raise MeasurementError(f"{warning}. Its log-probabilities are not what they were before the canary")

@@ -22,8 +22,8 @@ Weights = Literal["fp32-masters", "bf16"]
 DECIDED: dict[str, str] = {
     name: what
     for what, names in {
-        "`arm`": "fp16 liger_kernel_config torch_compile torch_compile_backend torch_compile_mode use_liger_kernel "
-        "vllm_importance_sampling_correction vllm_importance_sampling_mode",
+        "`arm`": "cast_lm_head_to_fp32 fp16 liger_kernel_config torch_compile torch_compile_backend torch_compile_mode "
+        "use_liger_kernel vllm_importance_sampling_correction vllm_importance_sampling_mode",
         "`checkpoint_every`": "enable_jit_checkpoint ignore_data_skip resume_from_checkpoint save_on_each_node save_only_model "
         "save_steps save_strategy save_total_limit sync_ref_model",  # no checkpoint holds a reference model that moves
         "`engine`": "cache_implementation generation_kwargs min_p num_iterations repetition_penalty steps_per_generation "

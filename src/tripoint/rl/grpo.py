@@ -62,7 +62,7 @@ def train(config: TrainConfig, model: Path) -> None:
         records = RunDirectory(config.directory, config)
         checkpoint = records.begin() if first else None
     [checkpoint] = broadcast_object_list([checkpoint])
-    if len(records.steps()) == config.steps:
+    if records.finished:
         return
 
     tokenizer: Any = AutoTokenizer.from_pretrained(model)

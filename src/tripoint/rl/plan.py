@@ -28,7 +28,7 @@ def plan(config: TrainConfig) -> dict[str, str]:
     made = problems(config.task, shots=0)
     arm = config.how
     target, why = _target(config)
-    # Which operations can be aligned does not depend on the schedule.
+    # Until the engine has been asked, whatever schedule tells which operations can be aligned at all.
     schedule = arm.schedule(target.schedule if target is not None else STOCK)
     with torch.device("meta"):
         model = _empty(config)

@@ -75,7 +75,7 @@ class RunDirectory:
         """Reads only. Raises UsageError if `path` holds a run with other settings, or something else, or cannot be read."""
         self.path, self._config = path, config
         self._steps, self._rollouts, self.checkpoints = path / "steps", path / "rollouts", path / "checkpoints"
-        self._settings = path / "config.toml"
+        self._settings, self._finished = path / "config.toml", path / "finished"
         with usable(path):
             began = self._settings.exists()
             before = tomllib.loads(self._settings.read_text()) if began else {}
@@ -94,8 +94,10 @@ class RunDirectory:
 
     def begin(self) -> Path | None:
         """Make the directory ready to be written to: whatever came after the last complete checkpoint is removed, of recorded
-        steps with a line on stderr. Returns that checkpoint, None if there is none. A finished run whose checkpoints somebody
-        removed stays as it is. Raises UsageError if it cannot be written."""
+        steps with a line on stderr. Returns that checkpoint, None if there is none. A finished run stays as it is, whatever
+        became of its checkpoints. Raises UsageError if it cannot be written."""
+        if self.finished:
+            return None
         with usable(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
             # First, since it is what tells the directory of a run from others.
@@ -109,8 +111,6 @@ class RunDirectory:
             else:
                 shutil.rmtree(directory)
         recorded = [int(record.stem) for record in self._steps.glob("*.parquet")]
-        if not complete and len(recorded) == self._config.steps:
-            return None
         if lost := sum(step > complete for step in recorded):
             print(f"{self.path}: {lost} steps after its last checkpoint are made anew", file=sys.stderr, flush=True)
         for record in [*self._steps.iterdir(), *self._rollouts.iterdir()]:
@@ -121,6 +121,13 @@ class RunDirectory:
     def mark_complete(self, step: int) -> None:
         """To be called once the checkpoint of `step` is written."""
         (self.checkpoints / f"checkpoint-{step}" / "complete").touch()
+        if step == self._config.steps:
+            self._finished.touch()
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run has come to its end, with the checkpoint of its last step."""
+        return self._finished.exists()
 
     def write(self, record: Mapping[str, Any], rollouts: Mapping[str, Sequence[Any]]) -> None:
         """Keep one step: `record` with columns of `WATCHED`, and its completions, column by column."""

@@ -243,6 +243,8 @@ class VllmStack(Stack):
         )
 
     def _log_end(self, lines: int) -> list[str]:
+        if not self.log.exists():  # many others have been started since, and theirs are kept
+            return []
         with self.log.open("rb") as log:
             log.seek(max(0, self.log.stat().st_size - 16384))
             return log.read().decode(errors="replace").splitlines()[-lines:]
