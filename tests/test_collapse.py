@@ -443,7 +443,7 @@ def test_the_mechanism_is_reported_with_what_predicts_the_loss(tmp_path: Path) -
             finished.append(_finished(arm, final, sft_seed, 0))
             _measured(finished[-1][0], systematic2, tmp_path)
     text = mechanism.mechanism_report(finished, tmp_path)
-    assert "| none | 8 | 7 | +0.51 | 0.001 | 3 | 0.2 | 0.5 | 0.45 ± 0.04 | 0 |" in text
+    assert "| none | 8 | 7 | +0.51 | 0.1500 | 0.001 | 3 | 0.2 | 0.5 | 0.45 ± 0.04 | 0 |" in text
     assert "| rope | 8 | 0 | +0.10 |" in text
     assert "| all |" not in text
     [primary] = [line for line in text.splitlines() if line.startswith(f"| {mechanism.PRIMARY} |")]

@@ -147,13 +147,14 @@ def mechanism_report(finished: Iterable[tuple[Run, Records]], directory: Path) -
         return ""
     conditions = list(dict.fromkeys(case.run.condition for case in measured))
     gradients = ("gradient², one batch", "mean gradient²", "bias², one batch", "mean bias²", "along")
-    heads = ("condition", "runs", "collapsed", "reward lost", "k3", *gradients)
+    heads = ("condition", "runs", "collapsed", "reward lost", f"{PRIMARY}, median", "k3", *gradients)
     lines = [f"| {' | '.join(heads)} |", "|---" * len(heads) + "|"]
     for condition in conditions:
         of_condition = [case for case in measured if case.run.condition == condition]
         cells = [
             f"{collapsed_of([case.summary for case in of_condition])}",
             f"{statistics.fmean(case.lost for case in of_condition):+.2f}",
+            f"{statistics.median(PREDICTORS[PRIMARY](case.measured) for case in of_condition):.4f}",
             f"{statistics.fmean(case.measured['k3'] for case in of_condition):.2g}",
         ]
         for name in ("batch2", "gradient2", "bias2", "systematic2", "along"):

@@ -304,7 +304,7 @@ def _plot(bands: dict[str, dict[str, list[tuple[float, float, float, float]]]], 
     for axis in axes[1]:
         axis.set_xlabel("update")
     if bands.keys() & set(PLOTTED):
-        axes[0, 0].legend(fontsize="small")
+        figure.legend(*axes[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=5, fontsize="small")
     figure.suptitle("Mean and range over runs")
     figure.savefig(path, dpi=130)
     plt.close(figure)
