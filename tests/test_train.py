@@ -563,7 +563,7 @@ def test_every_family_can_be_planned(family: str, tmp_path: Path, capsys: pytest
 
 
 def test_a_family_is_warmed_up_until_it_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(families, "cache_dir", lambda: tmp_path)
+    monkeypatch.setenv("TRIPOINT_CACHE", str(tmp_path))
     monkeypatch.setattr(families, "WARM", 0.002)  # by chance: 16**-6
     made = families.tiny_model("llama", "sort")
     assert families.tiny_model("llama", "sort") == made
