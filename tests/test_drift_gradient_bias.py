@@ -170,9 +170,9 @@ def test_advantages_are_read_from_every_layout(tmp_path: Path, row: dict[str, An
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({}, "line 2: advantage None is no finite number"),
-        ({"advantage": float("nan")}, "advantage nan is no finite number"),
-        ({"advantage": "1"}, "advantage '1' is no finite number"),
+        ({}, "line 2: advantage null is no finite number"),
+        ({"advantage": float("nan")}, "advantage NaN is no finite number"),
+        ({"advantage": "1"}, 'advantage "1" is no finite number'),
         ({"advantage": [1.0]}, "3 tokens in `completion_ids`, but 1 in `advantage`"),
     ],
 )

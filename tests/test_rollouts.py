@@ -130,8 +130,8 @@ def test_rows_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
         ({"logprobs": [float("nan")]}, "logprob nan is not the logarithm"),
         ({"logprobs": [0.25]}, "logprob 0.25 is not the logarithm of a probability"),
         ({"logprobs": [float("-inf")]}, "logprob -inf is not the logarithm"),
-        ({"logprobs": [None]}, "logprob None is no number"),
-        ({"logprobs": None}, "`logprobs` is None, not a list"),
+        ({"logprobs": [None]}, "logprob null is no number"),
+        ({"logprobs": None}, "`logprobs` is null, not a list"),
         ({"logprobs": [-1.0, -1.0]}, "1 tokens in `completion_ids`, but 2 in `logprobs`"),
         ({"completion_ids": [100]}, "token id 100 is outside the model's vocabulary of 100"),
         ({"completion_ids": [-1]}, "token id -1 is outside"),
@@ -148,9 +148,9 @@ def test_a_wrong_row_is_named(tmp_path: Path, write: Any, change: dict[str, Any]
 
 def test_parquet_values_that_json_does_not_know_are_named(tmp_path: Path) -> None:
     for change, message in (
-        ({"logprobs": b"\x00\xff"}, r"`logprobs` is b'\x00\xff', not a list"),
-        ({"logprobs": [Decimal("-1.5")]}, "logprob Decimal('-1.5') is no number"),
-        ({"logprobs": [-1.5], "advantage": Decimal("0.5")}, "advantage Decimal('0.5') is no finite number"),
+        ({"logprobs": b"\x00\xff"}, r"""`logprobs` is "b'\\x00\\xff'", not a list"""),
+        ({"logprobs": [Decimal("-1.5")]}, """logprob "Decimal('-1.5')" is no number"""),
+        ({"logprobs": [-1.5], "advantage": Decimal("0.5")}, """advantage "Decimal('0.5')" is no finite number"""),
     ):
         row = {"prompt_ids": [5], "completion_ids": [7], **change}
         assert f"row 1: {message}" in refusal(in_parquet(tmp_path / "run", [row]))

@@ -215,7 +215,7 @@ def _rollouts(row: dict[str, Any], layout: Layout, vocab_size: int, *, weighted:
 def _list(row: dict[str, Any], name: str) -> list[Any]:
     values = row.get(name)
     if not isinstance(values, list):
-        raise ValueError(f"`{name}` is {repr(values)[:40]}, not a list" if name in row else f"`{name}` is missing")
+        raise ValueError(f"`{name}` is {_shown(values)[:40]}, not a list" if name in row else f"`{name}` is missing")
     return values
 
 
@@ -229,7 +229,7 @@ def _token(token: Any, vocab_size: int) -> int:
 
 def _logprob(logprob: Any) -> float:
     if type(logprob) not in (float, int):
-        raise ValueError(f"logprob {logprob!r} is no number: tokens without one cannot be compared")
+        raise ValueError(f"logprob {_shown(logprob)} is no number: tokens without one cannot be compared")
     if not math.isfinite(logprob) or logprob > 0:
         raise ValueError(f"logprob {logprob} is not the logarithm of a probability above 0 (in nats)")
     return float(logprob)
@@ -237,5 +237,10 @@ def _logprob(logprob: Any) -> float:
 
 def _advantage(advantage: Any) -> float:
     if type(advantage) not in (float, int) or not math.isfinite(advantage):
-        raise ValueError(f"advantage {advantage!r} is no finite number: give every row one, or none")
+        raise ValueError(f"advantage {_shown(advantage)} is no finite number: give every row one, or none")
     return float(advantage)
+
+
+def _shown(value: Any) -> str:
+    """A value as JSON has it; Parquet holds kinds that JSON has not."""
+    return json.dumps(value, default=repr)
