@@ -530,6 +530,14 @@ def test_the_published_setting_is_planned_in_full_size(
     assert told.count("64 prompts x 8 completions of up to 3072 tokens, 128 passes of 4") == 15
 
 
+def test_a_model_that_predicts_no_next_token_is_refused_by_the_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    AutoConfig.for_model("t5").save_pretrained(tmp_path / "model")
+    with pytest.raises(SystemExit) as end:
+        main(["train", str(write(tmp_path, model=str(tmp_path / "model"))), "--dry-run"])
+    assert end.value.code == 2
+    assert "no causal language model of type t5" in capsys.readouterr().err
+
+
 def test_under_fsdp2_nothing_is_cast_between_layers(model: Path) -> None:
     """One process, sharded with FP32 masters: the bits of the BF16 model."""
     config = TrainConfig(**settings(Path("unused"), arm="all"))

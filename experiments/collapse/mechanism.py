@@ -177,7 +177,7 @@ def mechanism_report(finished: Iterable[tuple[Run, Records]], directory: Path) -
         "| measured at the start | over all runs | | primary's lead | within conditions | |",
         "|---|---|---|---|---|---|",
     ]
-    values_of = {name: np.array([measure(case.measured) for case in measured]) for name, measure in PREDICTORS.items()}
+    values_of = {name: np.array([predictor(case.measured) for case in measured]) for name, predictor in PREDICTORS.items()}
     drawn = {name: correlations_drawn(values, lost, condition_of, warm_up_of) for name, values in values_of.items()}
     for name, values in values_of.items():
         cells = [f"{rank_correlation(values, lost):+.2f}", interval_text(drawn[name])]

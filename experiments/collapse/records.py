@@ -8,7 +8,6 @@ import platform
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -50,22 +49,16 @@ def execute_all(
     directory.mkdir(parents=True, exist_ok=True)
     started = time.monotonic()
     # Forking a process that holds torch's threads is not safe.
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool, _nothing_more_afterwards(pool):
+    pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn"))
+    try:
         futures = {pool.submit(what, run, directory): run for run in wanted}
         for future in as_completed(futures):
             error = future.exception()
             if error is not None and not isinstance(error, Exception):
                 raise error
             yield futures[future], time.monotonic() - started, error
-
-
-@contextmanager
-def _nothing_more_afterwards(pool: ProcessPoolExecutor) -> Iterator[None]:
-    """On Ctrl-C, what has not begun does not begin."""
-    try:
-        yield
-    finally:
-        pool.shutdown(wait=True, cancel_futures=True)
+    finally:  # on Ctrl-C, what has not begun does not begin
+        pool.shutdown(cancel_futures=True)
 
 
 def _processor() -> str:

@@ -119,6 +119,23 @@ def checkpoint_weights(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, opened.get_tensor(name)
 
 
+def empty_model(directory: Path, **options: Any) -> Any:
+    """The causal language model of a checkpoint's configuration, its weights not read, built with transformers' `options`.
+
+    Raises UsageError if transformers has none of that type.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(directory)
+    try:
+        return AutoModelForCausalLM.from_config(config, **options)  # type: ignore[no-untyped-call]
+    except ValueError as error:
+        raise UsageError(
+            f"model directory `{directory}`: transformers has no causal language model of type {config.model_type}: "
+            "only such models can be measured or trained"
+        ) from error
+
+
 def read_tokenizer(directory: Path) -> Any | None:
     """The tokenizer of a checkpoint, None if it has none. Raises UsageError for one that transformers cannot read."""
     if not any((directory / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")):

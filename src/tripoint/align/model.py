@@ -24,7 +24,7 @@ from tripoint.align.forwards import (
 from tripoint.align.layouts import Decoder, Place, find_decoders
 from tripoint.errors import UsageError
 from tripoint.profiles import Target, resolve_target
-from tripoint.schedule import QkNormRounding, RoundingSchedule
+from tripoint.schedule import QkNormRounding, RoundingSchedule, value_text
 
 # What transformers' own code does in the known layouts: with BF16 or FP16 weights, and with FP32 weights under autocast.
 TRANSFORMERS = RoundingSchedule.parse("R1 S1 N1 qk=both")
@@ -174,7 +174,7 @@ def _record(place: Place, before: RoundingSchedule, after: RoundingSchedule) -> 
 
     def words(schedule: RoundingSchedule) -> str:
         if place.kind == "layer":
-            return next((word for word in str(schedule).split() if word.startswith("carry=")), "carry=bf16")
+            return f"carry={value_text(schedule.carry)}"
         part: Any = getattr(schedule.norm, place.site) if place.kind == "norm" else getattr(schedule, place.site)
         angle = getattr(part, "angle", "pos*inv")
         return " ".join(

@@ -46,7 +46,7 @@ from tripoint.drift.systematic import (
     unwatched,
 )
 from tripoint.errors import MeasurementError, UsageError
-from tripoint.models import resolve_model
+from tripoint.models import empty_model, resolve_model
 from tripoint.profiles import documented_stacks, resolve_target
 from tripoint.schedule import RoundingSchedule
 from tripoint.stacks import Rollout, Stack, StackName, open_stack, parse_stack
@@ -416,18 +416,9 @@ def _documented_target(engine: StackName, unknown: str) -> tuple[str | None, str
 def _check_alignable(model: Path, to: str | None) -> None:
     """Raise UsageError if this checkpoint is none of a causal language model, or as `align` will for this target or for the
     odd schedule of the control, without loading a weight."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
-    config = AutoConfig.from_pretrained(model)
     with torch.device("meta"):
-        try:
-            model_of_config = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)  # type: ignore[no-untyped-call]
-        except ValueError as error:
-            raise UsageError(
-                f"model directory `{model}`: transformers has no causal language model of type {config.model_type}: "
-                "only such models have a drift to measure"
-            ) from error
-        for target in (odd_schedule(config), *(() if to is None else (to,))):
+        model_of_config = empty_model(model, dtype=torch.bfloat16)
+        for target in (odd_schedule(model_of_config.config), *(() if to is None else (to,))):
             align(model_of_config, to=target)
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from tripoint.errors import UsageError
-from tripoint.models import resolve_model
+from tripoint.models import empty_model, resolve_model
 from tripoint.profiles import Target, resolve_target
 from tripoint.rl.arms import STOCK
 from tripoint.rl.config import TrainConfig
@@ -77,5 +76,4 @@ def _empty(config: TrainConfig) -> Any:
     if family != config.model:
         check_tiny(family, config.task)
         return build(family, len(make_tokenizer()))
-    source = resolve_model(config.model, weights=False)
-    return AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))  # type: ignore[no-untyped-call]
+    return empty_model(resolve_model(config.model, weights=False))

@@ -217,14 +217,12 @@ def served_models(url: str, client: httpx.Client) -> dict[str, str]:
             return {}
         if answer.status_code == 200:
             return {str(model["id"]): str(model.get("root") or model["id"]) for model in answer.json()["data"]}
-    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError):
+        pass
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol, UnicodeError) as error:  # the last of a host like `.a`
         raise UsageError(f"{url} is not the address of a server ({error}): write http://HOST:PORT") from error
     except httpx.TransportError:
         return {}
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError, UnicodeDecodeError):
-        pass
-    except UnicodeError as error:  # what httpx lets through of a host like `.a`
-        raise UsageError(f"{url} is not the address of a server ({error}): write http://HOST:PORT") from error
     raise UsageError(f"{url} answers, but not as an OpenAI-compatible server: GET {url}/v1/models failed")
 
 
