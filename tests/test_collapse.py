@@ -360,6 +360,27 @@ def test_a_claim_with_few_runs_or_none_is_not_judged(tmp_path: Path) -> None:
     assert text.count("**not run**") == 8
 
 
+def test_arms_are_paired_with_the_stock_trainer_of_their_setting(tmp_path: Path) -> None:
+    usual = [_finished(arm, final, 0, seed) for arm, final in (("none", 0.1), ("all", 0.6)) for seed in range(2)]
+    llama = [_finished("none", 0.5, 1, 0, shape="llama"), _finished("rope", 0.4, 1, 0, shape="llama")]
+    unpaired = [_finished("all", 0.9, 2, 0), _finished("all", 0.9, 0, 0, lr=1e-3)]
+    text = report.write_report([*usual, *llama, *unpaired], tmp_path)
+    table = text.split("above 0 |\n")[1].splitlines()[1:]
+    assert table == [
+        "| all | 2 | 0 and 2 | +0.500 (+0.500 to +0.500) | +0.500 to +0.500 | 2 |",
+        "| rope shape=llama | 1 | 0 and 0 | -0.100 (-0.100 to -0.100) | -0.100 to -0.100 | 0 |",
+    ]
+
+
+def test_mistral_without_a_window_computes_what_llama_does() -> None:
+    logits = []
+    for shape in ("llama", "mistral"):
+        initialised = pocket.build(shape, torch.float32)
+        pocket.initialise(initialised, key_size=100.0, seed=0)
+        logits.append(some_logits(loaded(pocket.build(shape, torch.bfloat16), list(initialised.parameters()))))
+    assert logits[0].equal(logits[1])
+
+
 def test_the_interval_of_a_share() -> None:
     # As published for 15 of 148: R. G. Newcombe, Stat. Med. 17 (1998) 857, table I.
     assert report.share_interval(15, 148) == pytest.approx((0.0624, 0.1605), abs=1e-4)

@@ -1,11 +1,11 @@
-"""The report of finished runs: a row per run, a table of conditions, the verdict on the criterion, curves and plots."""
+"""The report of finished runs: a row per run, tables of conditions and pairs, the verdict on the criterion, curves, plots."""
 
 from __future__ import annotations
 
 import csv
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -275,7 +275,33 @@ def _markdown(conditions: dict[str, list[Summary]]) -> str:
             f"| {statistics.median(final):.3f} ({min(final):.3f} to {max(final):.3f}) | {low:.3f} to {high:.3f} "
             f"| {k3:.2g} | {bias:.2g} | {cosine:+.2f} |"
         )
+    lines += [
+        "",
+        "The same, less the stock trainer's run from the same warm-up and seed, where both were made. Intervals of fewer than",
+        f"{ENOUGH} pairs are too narrow: a bootstrap cannot draw what it has not seen.",
+        "",
+        "| condition | pairs | collapsed, and stock | final reward, less stock's | 95 % interval of the mean | above 0 |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, runs, stock in with_stock(conditions):
+        differences = paired(runs, stock)
+        low, high = interval(differences)
+        both = [collapsed_of([run for run in side if run.pair in differences]) for side in (runs, stock)]
+        lines.append(
+            f"| {name} | {len(differences)} | {both[0]} and {both[1]} | {statistics.fmean(differences.values()):+.3f} "
+            f"({min(differences.values()):+.3f} to {max(differences.values()):+.3f}) | {low:+.3f} to {high:+.3f} "
+            f"| {sum(difference > 0 for difference in differences.values())} |"
+        )
     return "\n".join(lines) + "\n"
+
+
+def with_stock(conditions: dict[str, list[Summary]]) -> Iterator[tuple[str, list[Summary], list[Summary]]]:
+    """Every other arm's condition with its runs and those of the stock trainer in the same setting, setting by setting."""
+    for name in sorted(conditions, key=lambda name: name.partition(" ")[::-1]):
+        arm, _, settings = name.partition(" ")
+        stock = conditions.get(f"none {settings}".rstrip(), [])
+        if arm != "none" and paired(conditions[name], stock):
+            yield name, conditions[name], stock
 
 
 def _plot(bands: dict[str, dict[str, list[tuple[float, float, float, float]]]], path: Path) -> None:
