@@ -301,6 +301,14 @@ def test_a_directory_that_cannot_be_is_refused(tmp_path: Path) -> None:
         RunDirectory(tmp_path / "file", TrainConfig(**LEAST))
 
 
+@pytest.mark.parametrize("content", [b"steps = \n", b"\xff"], ids=["not TOML", "not UTF-8"])
+def test_a_run_whose_settings_cannot_be_read_is_refused(content: bytes, tmp_path: Path) -> None:
+    begun(tmp_path)
+    (tmp_path / "run" / "config.toml").write_bytes(content)
+    with pytest.raises(UsageError, match=r"run/config.toml is damaged: .*; give another `out`"):
+        run_directory(tmp_path)
+
+
 def test_a_directory_of_another_run_is_refused(tmp_path: Path) -> None:
     begun(tmp_path, lr=1e-4)
     with pytest.raises(UsageError, match=r"holds a run with lr=0\.0001, not 0\.001"):

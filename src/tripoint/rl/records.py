@@ -78,10 +78,14 @@ class RunDirectory:
         self._settings, self._finished = path / "config.toml", path / "finished"
         with usable(path):
             began = self._settings.exists()
-            before = tomllib.loads(self._settings.read_text()) if began else {}
+            settings = self._settings.read_bytes() if began else b""
             # A run that was killed while it wrote its settings left nothing but those.
             others = not began and path.exists() and any(entry.suffix != UNFINISHED for entry in path.iterdir())
         if began:
+            try:
+                before = tomllib.loads(settings.decode())
+            except ValueError as error:  # no TOML, or not UTF-8
+                raise UsageError(f"{self._settings} is damaged: {error}; give another `out`") from None
             now = config.to_dict()
             if differ := [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]:
                 key = differ[0]
