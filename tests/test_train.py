@@ -33,6 +33,7 @@ from tripoint.rl.config import DECIDED, TrainConfig
 from tripoint.rl.policy import build_policy, fsdp2_policy
 from tripoint.rl.records import WATCHED, RunDirectory
 from tripoint.rl.runs import prepare_for_trl, train_one
+from tripoint.rl.summary import summarise, summary_table
 from tripoint.rl.sync import WeightSync
 from tripoint.rl.watch import systematic
 from tripoint.schedule import RoundingSchedule
@@ -133,6 +134,16 @@ def test_an_aligned_trainer_rounds_like_the_engine(tmp_path: Path, weights: str)
     steps = run(tmp_path, arm="all", weights=weights, lr=1e-3)
     assert all(step["k3"] < 1e-10 for step in steps)
     assert steps[0]["weights"] != steps[1]["weights"]
+
+
+def test_a_step_whose_completions_are_all_masked_has_no_mismatch(tmp_path: Path) -> None:
+    config = TrainConfig(**settings(tmp_path, steps=1, max_completion=1, grpo={"mask_truncated_completions": True}))
+    train_one(config)
+    [step] = RunDirectory(config.directory, config).steps()
+    assert (step["tokens"], step["k3"], step["max_abs"], step["truncated"]) == (0, None, None, 1.0)
+    summary = summarise(config, [step])
+    assert summary["k3"] is None
+    assert summary_table([summary]).splitlines()[1].split() == ["none-seed0", "1", "0.000", "0.000", "no"]
 
 
 def test_padding_neither_moves_positions_nor_changes_bits(tmp_path: Path) -> None:

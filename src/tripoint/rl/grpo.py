@@ -377,7 +377,7 @@ class TwoStackTrainer(trl.GRPOTrainer):
             "length": logs["completions/mean_length"],
             "truncated": logs["completions/clipped_ratio"],
             "tokens": len(differences),
-            **mismatch(differences),
+            **(mismatch(differences) if differences else {}),  # TRL can leave truncated completions out, even all of them
             **self._systematic,
             "weights": self.sync.digest,
             "rollout_seconds": self._sampled_in,
@@ -386,7 +386,7 @@ class TwoStackTrainer(trl.GRPOTrainer):
         if (scaler := self.accelerator.scaler) is not None:
             self._overflows += self.accelerator.optimizer_step_was_skipped
             record |= {"overflows": self._overflows, "loss_scale": scaler.get_scale()}
-        if self.config.how.exact and record["max_abs"] > 0:
+        if self.config.how.exact and record.get("max_abs", 0.0) > 0:
             raise MeasurementError(
                 f"step {record['step']}: arm={self.config.arm!r} must match the engine bit for bit, but a log-probability "
                 f"differs by {record['max_abs']:.3g} nats"

@@ -56,9 +56,9 @@ WATCHED: dict[str, str] = {
 """The columns of a step's record, with their Arrow types. Null where nothing was measured.
 
 `reward`, `reward_std`, `entropy` (nats per token), `grad_norm`, `loss`, `length` (tokens), `truncated` (share): TRL's.
-`tokens`: of all completions. `k1`, `k3`, `ess`, `max_ratio`, `max_abs`: of d = logp_trainer - logp_engine on these tokens,
-before the update. `weights`: a checksum of what the engine sampled with. `overflows`: skipped updates so far, and
-`loss_scale`, with FP16.
+`tokens`: those that the loss sees, of all completions. `k1`, `k3`, `ess`, `max_ratio`, `max_abs`: of
+d = logp_trainer - logp_engine on these tokens, before the update. `weights`: a checksum of what the engine sampled with.
+`overflows`: skipped updates so far, and `loss_scale`, with FP16.
 `systematic_*` (nats, nats squared), `gradient_bias*` (relative to the gradient's norm): see `tripoint.drift`.
 `rollout_seconds`, `seconds`: of the rollouts with the weight sync, and of the whole step.
 """

@@ -21,6 +21,7 @@ def summarise(config: TrainConfig, steps: Sequence[dict[str, Any]]) -> dict[str,
     quarter = max(1, len(steps) // 4)
     slope, stderr = least_squares(rewards)
     collapse = collapsed_at(rewards.tolist())
+    k3 = [step["k3"] for step in steps if step["k3"] is not None]
     return {
         "run": config.name,
         "arm": config.arm,
@@ -32,7 +33,7 @@ def summarise(config: TrainConfig, steps: Sequence[dict[str, Any]]) -> dict[str,
         "slope": slope,
         "slope_stderr": stderr,
         "collapsed_at": None if collapse is None else collapse + 1,
-        "k3": float(np.median([step["k3"] for step in steps])),
+        "k3": float(np.median(k3)) if k3 else None,
         "overflows": steps[-1]["overflows"],
     }
 
@@ -54,7 +55,8 @@ def summary_table(summaries: Sequence[dict[str, Any]]) -> str:
         slope = "" if s["slope"] is None else f"{s['slope']:+.4f} ± {s['slope_stderr']:.4f}"
         collapsed = "no" if s["collapsed_at"] is None else f"at step {s['collapsed_at']}"
         overflows = "" if s["overflows"] is None else str(s["overflows"])
-        numbers = [f"{s['reward_first']:.3f}", f"{s['reward_last']:.3f}", slope, f"{s['k3']:.1e}"]
+        k3 = "" if s["k3"] is None else f"{s['k3']:.1e}"
+        numbers = [f"{s['reward_first']:.3f}", f"{s['reward_last']:.3f}", slope, k3]
         rows.append([s["run"], str(s["steps"]), *numbers, collapsed, overflows])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
